@@ -71,6 +71,11 @@ class ModelShape:
             + 2 * self.hidden  # norms
         )
 
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of the linear maps of a layer; experts and their router are none."""
+        return self._attention_parameters + (3 * self.hidden * self.intermediate if self.experts == 1 else 0)
+
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of LoRA's adapters in a layer: of this rank, beside every linear map. Experts are none."""
         attention = 4 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
@@ -287,8 +292,13 @@ class Workload:
         return layers * self.adapter_parameters if self.adapter_parameters else self.stage_parameters(stage, layers)
 
     def frozen_bytes(self, stage: int, layers: int) -> int:
-        """Bytes of the weights that are not trained, which are fp32 on nodes and on the wire."""
-        return STORED_BYTES * self.stage_parameters(stage, layers) if self.adapter_parameters else 0
+        """Bytes that a node holds of weights that are not trained: in the type of computing, but for norms, routers and
+        experts, which are fp32."""
+        if not self.adapter_parameters:
+            return 0
+        each = COMPUTE_BYTES[self.compute_dtype]
+        matrices = layers * self.model.linear_parameters + (self.model.end_parameters if stage == 0 else 0)
+        return STORED_BYTES * self.stage_parameters(stage, layers) - (STORED_BYTES - each) * matrices
 
     def gradient_bytes(self, stage: int, layers: int) -> int:
         return CODECS[self.gradient_dtype].expected_bytes(self.trained_parameters(stage, layers))
@@ -300,7 +310,7 @@ class Workload:
     def state_bytes(self, stage: int, layers: int) -> int:
         """Weights and optimizer state of a stage, as they are sent to another node."""
         trained = OPTIMIZERS[self.optimizer].stored_bytes() * self.trained_parameters(stage, layers)
-        return trained + self.frozen_bytes(stage, layers)
+        return trained + (STORED_BYTES * self.stage_parameters(stage, layers) if self.adapter_parameters else 0)
 
     def fixed_bytes(self, stage: int, layers: int) -> int:
         """Bytes that a node of the stage holds whether or not a microbatch is there."""

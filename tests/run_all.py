@@ -41,6 +41,7 @@ SUITES = (
     Suite("test-package", "wheel and sdist in an empty environment"),
     Suite("test-browser", "the dashboard in a real browser", ("chromium",)),
     Suite("test-harness", "scores beside lm-evaluation-harness's own"),
+    Suite("test-peft", "training beside transformers and peft"),
     Suite("test-ray", "nodes as Ray actors", NAMESPACES, linux=True),
     Suite("test-docs", "every command of README and tutorial", (*NAMESPACES, "curl"), linux=True),
 )

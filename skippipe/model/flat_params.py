@@ -10,6 +10,7 @@ take the number of visits into account, so that the norm of a sum can be taken a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,7 @@ def layout_of_stage(spec: ModelSpec, counts: tuple[int, ...], stage: int, *, fro
 
 
 class FlatParams:
-    """Weights, their gradients and the optimizer's state, each as one flat tensor; and weights that are not trained, as
-    another."""
+    """Weights, their gradients and the optimizer's state, each as one flat tensor; and weights that are not trained."""
 
     def __init__(
         self,
@@ -56,7 +56,12 @@ class FlatParams:
         for slot in self.slots:
             weights[slot.name].grad = self.gradient[slot.start : slot.start + slot.size].view(slot.shape)
         unchanged = dict(frozen)
-        self.frozen = _flattened(unchanged, layout(unchanged.items())) if unchanged else self.values[:0]
+        self.frozen = tuple(
+            _flattened(unchanged, [slot._replace(start=slot.start - part[0].start) for slot in part])
+            for _, group in groupby(layout(unchanged.items()), lambda slot: unchanged[slot.name].dtype)
+            for part in [list(group)]
+        )
+        """Weights that are not trained, in the order of their layout: one flat tensor for each run of one type."""
         self.reset(learning)
 
     def reset(self, learning: OptimConfig) -> None:
@@ -106,7 +111,7 @@ class FlatParams:
     @property
     def state(self) -> tuple[Tensor, ...]:
         """The same, then the weights that are not trained: what a replica of the stage has to have."""
-        return *self.trained_state, self.frozen
+        return *self.trained_state, *self.frozen
 
     @property
     def state_values(self) -> int:
@@ -128,7 +133,8 @@ class FlatParams:
 
 def _flattened(weights: Mapping[str, nn.Parameter], slots: Sequence[ParamSlot]) -> Tensor:
     """One flat tensor that these weights become parts of."""
-    flat = torch.empty(sum(slot.size for slot in slots), device=next(iter(weights.values())).device)
+    like = weights[slots[0].name]
+    flat = torch.empty(sum(slot.size for slot in slots), dtype=like.dtype, device=like.device)
     for slot in slots:
         each, cut = weights[slot.name], slice(slot.start, slot.start + slot.size)
         flat[cut] = each.data.flatten()

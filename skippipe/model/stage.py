@@ -111,6 +111,13 @@ class StageModel(nn.Module):
         """The others."""
         yield from (pair for pair in self._named_parameters() if not pair[1].requires_grad)
 
+    def frozen_to(self, dtype: torch.dtype) -> None:
+        """Hold the matrices of linear maps and of the embedding that are not trained in another type: that in which
+        they are used. Under autocast these would be cast for every microbatch, and kept until its backward."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.requires_grad:
+                module.weight.data = module.weight.data.to(dtype)
+
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self.embedding is not None:
             yield from ((f"model.embed_tokens.{name}", each) for name, each in self.embedding.named_parameters())

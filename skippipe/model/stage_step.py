@@ -123,6 +123,8 @@ class StageStep:
         compiled: bool = False,
     ) -> None:
         self.model = StageModel(spec, layers, ends=ends, recompute=recompute).to(device)
+        if compute_dtype == "bf16":
+            self.model.frozen_to(torch.bfloat16)
         self.weights = FlatParams(self.model.trained_weights(), learning, self.model.frozen_weights())
         self.device = device
         self.held: dict[Key, SavedForBackward] = {}

@@ -51,8 +51,12 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
         for index, stage in enumerate(trainer.stages):
             stage.weights.values.copy_(reader.weights(index))
-            if len(stage.weights.frozen):
-                stage.weights.frozen.copy_(reader.weights(index, frozen=True))
+            if stage.weights.frozen:
+                sizes = [len(part) for part in stage.weights.frozen]
+                for part, stored in zip(
+                    stage.weights.frozen, reader.weights(index, frozen=True).split(sizes), strict=True
+                ):
+                    part.copy_(stored)
     for number in range(job.iterations):
         began_s = time.monotonic()
         done = trainer.iteration(number)

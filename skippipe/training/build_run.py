@@ -137,6 +137,8 @@ class RunSetup(RunOptions):
         if self.job.checkpoint.every or len(data_nodes) > 1:
             return ""
         alone = f"'{self.plan.cluster.nodes[data_nodes[0]].name}' alone holds stage 0, and no checkpoints are made"
+        if self.spec.lora.rank:
+            return f"{alone}: if it is lost, its adapters begin anew; {CHECKPOINT_ADVICE}, or plan two data nodes"
         if self.backup is not None:
             cost = (
                 f"if it is lost, {BACKED_UP} go back some {survive.backup_every} iterations, its layers are made anew"

@@ -18,6 +18,8 @@ from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, read_outline
 from skippipe.model.lora import LoraConfig, initial, is_adapter
 from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage_step import StageStep
+from skippipe.optim.config import OptimConfig
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.simulation.fault_injection import kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
@@ -46,6 +48,30 @@ def test_many_nodes_are_one_process(family: str, targets: list[str]) -> None:
     split, recompute = family == "qwen3", family == "qwen3_moe"
     plan, spec = plan_of(SKIPPED, family=family, split=split, activation_checkpointing=recompute, adapter_parameters=99)
     assert_exact(plan, ModelSpec(spec.config, spec.seed, replace(LORA, targets=targets)))
+
+
+def test_weights_that_stay_are_held_in_the_type_of_computing_and_give_the_same_bits() -> None:
+    _, spec = plan_of(SKIPPED, family="qwen3_moe")
+    learning, losses = OptimConfig(iterations=1, warmup=0), []
+    for lora in (LORA, None):
+        step = StageStep(ModelSpec(spec.config, 3, lora), range(5), learning, ends=True, compute_dtype="bf16")
+        tokens = torch.arange(24).view(2, 12)
+        loss, gradient = step.head((0, 0), step.begin((0, 0), tokens), tokens + 1)
+        step.backward((0, 0), gradient)
+        losses.append((float(loss), gradient))
+        held = {each.dtype for _, each in step.model.frozen_weights()}
+        assert held == ({torch.float32, torch.bfloat16} if lora else set())
+        if lora:  # as one sequence of numbers, in whatever types
+            state = torch.cat(step.weights.state_range(0, step.weights.state_values))
+            again = StageStep(ModelSpec(spec.config, 4, lora), range(5), learning, ends=True, compute_dtype="bf16")
+            start = 0
+            for part in again.weights.state_range(0, again.weights.state_values):
+                part.copy_(state[start : start + len(part)])
+                start += len(part)
+            pairs = zip(step.model.named_weights(), again.model.named_weights(), strict=True)
+            assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
+    assert losses[0][0] == losses[1][0]
+    assert torch.equal(losses[0][1], losses[1][1])
 
 
 def test_adapters_begin_as_in_peft_and_wherever_a_layer_is_made() -> None:
@@ -132,6 +158,7 @@ def test_a_lost_stage_and_a_node_that_joins_get_both_halves(tmp_path: Path) -> N
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     texts = [event.text for _, event in cluster.events]
     assert any("from the newest checkpoint" in text for text in texts), texts
+    assert any(" from 'n" in text for text in texts), texts
     weights = AutoModelForCausalLM.from_pretrained(job.model.weights).state_dict()
     moved = 0.0
     for executor_ in cluster.executor_of.values():
