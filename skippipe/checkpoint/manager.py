@@ -321,6 +321,8 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
     ):
         if theirs != ours:
             raise UserError(f"{origin.place}: was made with another {name}; resume with the job it belongs to")
+    if found.lora.rank:
+        base_of(origin.place)
     return origin
 
 

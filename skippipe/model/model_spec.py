@@ -101,7 +101,7 @@ class ModelSpec:
                     f"embed_tokens, layers, norm and rotary_emb, as {', '.join(TESTED)} do"
                 )
         if lora is not None and lora.rank:
-            self.lora = lora.resolved([name for name, each in self._base.layers.named_modules() if is_linear(each)])
+            self.lora = lora.resolved(self._linear_maps())
 
     @property
     def shape(self) -> ModelShape:
@@ -120,6 +120,10 @@ class ModelSpec:
         found = copy(self)
         found.lora = LoraConfig()
         return found
+
+    def _linear_maps(self) -> list[str]:
+        """Names of the linear maps of all layers."""
+        return [name for name, each in self._base.layers.named_modules() if is_linear(each)]
 
     def layer(self, index: int) -> nn.Module:
         made: nn.Module = type(self._base.layers[index])(self.config, index)

@@ -42,7 +42,8 @@ class ModelConfig:
     """A preset (llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b), a Hugging Face config.json, or its folder."""
     weights: str = ""
     """A Hugging Face folder with weights (safetensors) to begin with, or its name on the hub; the configuration is then
-    taken from it, and the tokenizer unless data.tokenizer names one. Empty: random weights, by the seed."""
+    taken from it, and the tokenizer unless data.tokenizer names one; a model.config that is the same with more layers
+    begins with copies of layers. Empty: random weights, by the seed."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 

@@ -27,9 +27,10 @@ from skippipe.json_fields import exists
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import initial
 from skippipe.model.model_files import CONFIG, TOKENIZER
-from skippipe.model.model_spec import ModelSpec
+from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot
+from skippipe.training.depth_growth import differences, donor_layers, donor_name
 from skippipe.training.job_config import JobConfig, ModelConfig
 from skippipe.training.run import Run
 
@@ -44,10 +45,11 @@ def with_pretrained(job: JobConfig) -> JobConfig:
     if not job.model.weights:
         return job
     folder = _folder_of(job.model.weights)
-    if job.model.config not in (ModelConfig.config, str(folder)):
-        raise UserError(
-            f"model.config: '{job.model.config}', and model.weights has a configuration of its own; leave one out"
-        )
+    config = job.model.config
+    if config in (ModelConfig.config, str(folder)):
+        config = str(folder)
+    else:
+        _check_deeper(config, folder)
     tokenizer = job.data.tokenizer
     if not tokenizer:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -55,7 +57,7 @@ def with_pretrained(job: JobConfig) -> JobConfig:
                 f"model.weights: {folder} has no tokenizer; name the one it was trained with: data.tokenizer"
             )
         tokenizer = str(folder)
-    model = replace(job.model, config=str(folder), weights=str(folder))
+    model = replace(job.model, config=config, weights=str(folder))
     return replace(job, model=model, data=replace(job.data, tokenizer=tokenizer))
 
 
@@ -125,17 +127,37 @@ def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
     return run.checkpoints.complete()[0]
 
 
+def _check_deeper(config: str, folder: Path) -> None:
+    """UserError unless the configuration is that of the folder's model with more layers."""
+    theirs, ours = (config_named(each).to_dict() for each in (str(folder), config))
+    differ = differences(theirs, ours)
+    before, after = theirs["num_hidden_layers"], ours["num_hidden_layers"]
+    if differ or after <= before:
+        what = "; ".join(differ) or f"{after} layers here, {before} there"
+        raise UserError(
+            f"model.config: '{config}', and model.weights has a configuration of its own; leave one out, or name the "
+            f"same with more layers, which are then copies: {what}"
+        )
+
+
 def _stages_in(folder: Path, spec: ModelSpec, layers: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
-    """The weights of each stage, read from a Hugging Face folder."""
-    outline = CheckpointOutline(folder, spec, layers)
+    """The weights of each stage, read from a Hugging Face folder; of a deeper model, copies of its layers."""
+    theirs = ModelSpec(config_named(str(folder)))
+    copied = donor_layers((theirs.layers,), layers) if spec.layers > theirs.layers else tuple(range(spec.layers))
+    for layer, donor in enumerate(copied):
+        ours, kind = spec.mask_kind(layer), theirs.mask_kind(donor)
+        if ours != kind:
+            raise UserError(f"model.config: layer {layer} ({ours}) cannot be a copy of layer {donor} ({kind})")
+    outline = CheckpointOutline(folder, theirs, (theirs.layers,))
     found: dict[str, Tensor] = {}
     for stage in range(len(layers)):
         slots = layout_of_stage(spec, layers, stage)
-        names = {slot.name for slot in slots}
+        donors = [slot._replace(name=donor_name(slot.name, copied)) for slot in slots]
+        names = {slot.name for slot in donors}
         if not names <= found.keys():  # all were read at once if the files have other names
             found = select_weights(outline, names)
-        _check_shapes(folder, slots, found)
-        yield {name: found[name] for name in names}
+        _check_shapes(folder, donors, found)
+        yield {slot.name: found[donor.name] for slot, donor in zip(slots, donors, strict=True)}
 
 
 def _adapters(spec: ModelSpec, layers: tuple[int, ...], folder: Path | None) -> Iterator[dict[str, Tensor]]:

@@ -38,6 +38,24 @@ def test_the_first_loss_is_that_of_transformers(family: str, tmp_path: Path) -> 
     assert losses.found[0] != pytest.approx(expected, rel=100 * NEAR), "without, weights are random"
 
 
+def test_a_deeper_model_begins_with_copies_of_layers(tmp_path: Path) -> None:
+    folder, deeper = folder_of("qwen3", tmp_path / "model"), tmp_path / "deeper"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 8, "layer_types": config["layer_types"][:1] * 8}
+    deeper.mkdir()
+    (deeper / "config.json").write_text(json.dumps(config))
+    job = job_in(tmp_path, folder, model=ModelConfig(config=str(deeper), weights=str(folder)), iterations=1)
+    run_setup = build_run(replace(job, learning=replace(job.learning, rate=1e-30)))
+    (loss,) = trained(run_setup, "virtual")
+    made, weights = tmp_path / "run" / "model", AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert loss == pytest.approx(loss_of_transformers(made, run_setup), rel=NEAR)
+    found = AutoModelForCausalLM.from_pretrained(made).state_dict()
+    for layer, donor in enumerate((0, 1, 2, 3, 1, 2, 3, 4)):
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(found[name.format(layer)], weights[name.format(donor)]), layer
+    assert torch.equal(found["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
+
+
 def test_one_process_begins_with_them_too(tmp_path: Path) -> None:
     folder = folder_of("qwen3", tmp_path / "model", dtype=torch.bfloat16)
     run_setup = build_run(job_in(tmp_path, folder))
