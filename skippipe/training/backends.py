@@ -51,12 +51,11 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
         for index, stage in enumerate(trainer.stages):
             stage.weights.values.copy_(reader.weights(index))
-            if stage.weights.frozen:
-                sizes = [len(part) for part in stage.weights.frozen]
-                for part, stored in zip(
-                    stage.weights.frozen, reader.weights(index, frozen=True).split(sizes), strict=True
-                ):
-                    part.copy_(stored)
+            if frozen := stage.weights.frozen:
+                stored, start = reader.weights(index, frozen=True), 0
+                for part in frozen:
+                    part.copy_(stored[start : start + len(part)])
+                    start += len(part)
     for number in range(job.iterations):
         began_s = time.monotonic()
         done = trainer.iteration(number)

@@ -34,13 +34,12 @@ from tests.helpers.pretrained_jobs import NEAR, folder_of, job_in, loss_of_trans
 
 torch.set_num_threads(1)
 LORA = LoraConfig(rank=4, alpha=8)
-LEARNED = {"rate": 0.02, "warmup": 0}
 
 
 def lora_job(tmp_path: Path, family: str = "llama", **others: Any) -> JobConfig:
     dtype = torch.bfloat16 if family == "qwen3" else torch.float32
     job = job_in(tmp_path, folder_of(family, tmp_path / "model", dtype=dtype), **{"lora": LORA, **others})
-    return replace(job, learning=replace(job.learning, **LEARNED))
+    return replace(job, learning=replace(job.learning, rate=0.02, warmup=0))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_a_run_begins_with_the_model_and_stores_only_adapters(family: str, tmp_p
 
 
 def test_a_lost_stage_and_a_node_that_joins_get_both_halves(tmp_path: Path) -> None:
-    """All nodes of stage 1 are lost, and it comes back from a checkpoint; before, a node of stage 2 from its replica."""
+    """A node of stage 2 comes back from its replica; all of stage 1 are lost, and come back from a checkpoint."""
     job = lora_job(tmp_path, checkpoint=CheckpointConfig(every=1), iterations=8, cluster="datacentre:6")
     run_setup = build_run(job).with_first_checkpoint()
     run, config, sampler = run_setup.run, run_setup.node_config, run_setup.node_config.sampler()
@@ -206,7 +205,7 @@ def test_what_makes_no_sense_is_said_in_one_line(tmp_path: Path) -> None:
         ({"lora": LORA, "model": weights, "survive": RecoveryConfig(lost_stage="neighbours")}, r"survive\.lost_stage"),
     ):
         with pytest.raises(UserError, match=expected):
-            JobConfig(**wrong)  # type: ignore[arg-type]
+            JobConfig(**wrong)
     job = lora_job(tmp_path, lora=replace(LORA, targets=["q_proj", "c_attn"]))
     with pytest.raises(UserError, match=r"lora\.targets: no linear map of the layers is called 'c_attn'; there"):
         build_run(job)
