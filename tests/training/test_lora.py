@@ -43,7 +43,12 @@ def lora_job(tmp_path: Path, family: str = "llama", **others: Any) -> JobConfig:
 
 
 @pytest.mark.parametrize(
-    ("family", "targets"), [("llama-tied", []), ("qwen3", ["q_proj", "mlp.down_proj"]), ("qwen3_moe", [])]
+    ("family", "targets"),
+    [
+        ("llama-tied", []),
+        ("qwen3", ["q_proj", "mlp.down_proj"]),
+        pytest.param("qwen3_moe", [], marks=pytest.mark.slow),
+    ],
 )
 def test_many_nodes_are_one_process(family: str, targets: list[str]) -> None:
     split, recompute = family == "qwen3", family == "qwen3_moe"
@@ -84,7 +89,7 @@ def test_adapters_begin_as_in_peft_and_wherever_a_layer_is_made() -> None:
     assert not initial(name.replace("lora_A", "lora_B"), (4096, 8), 5).any()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_a_run_begins_with_the_model_and_stores_only_adapters(family: str, tmp_path: Path) -> None:
     job = lora_job(tmp_path, family, checkpoint=CheckpointConfig(every=1))
     run_setup = build_run(job)
