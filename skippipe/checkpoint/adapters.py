@@ -113,8 +113,8 @@ def with_adapter(lora: LoraConfig) -> LoraConfig:
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise UserError(f"lora.weights: {folder / ADAPTER} is not of a LoRA adapter")
     for name, usual in UNLIKE.items():
-        if (settings.get(name) or None) != (usual or None):
-            raise UserError(f"lora.weights: {folder} has {name} {json.dumps(settings[name])}, which is not supported")
+        if (value := settings.get(name, usual)) != usual and (value or usual):
+            raise UserError(f"lora.weights: {folder} has {name} {json.dumps(value)}, which is not supported")
     start = settings.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(CHANGES_BASE):
         raise UserError(f"lora.weights: {folder} was begun by '{start}', which changes the model too; not supported")

@@ -185,13 +185,11 @@ def _check_shapes(folder: Path, slots: Iterable[ParamSlot], found: Mapping[str, 
 
 
 def _write_base(run: Run, stages: Iterable[dict[str, Tensor]]) -> None:
-    """Keep the weights that adapters are for beside the checkpoints, in bf16 if that is what they are stored in."""
+    """Keep the weights that adapters are for beside the checkpoints; a stage in bf16 if that is how it is stored."""
     layers = run.node_config.plan.layers
     spec = ModelSpec(deepcopy(run.spec.config), run.spec.seed)  # whose configuration is changed by writing it
-    model = None
+    model = ModelFolder(run.checkpoints.folder / BASE, layers, spec, run.tokenizer, run_id=run.run_id)
     for stage, found in enumerate(stages):
-        if model is None:
-            dtype = torch.bfloat16 if all(each.dtype == torch.bfloat16 for each in found.values()) else torch.float32
-            model = ModelFolder(run.checkpoints.folder / BASE, layers, spec, run.tokenizer, dtype, run.run_id)
+        model.dtype = torch.bfloat16 if all(each.dtype == torch.bfloat16 for each in found.values()) else torch.float32
         flat = [found[slot.name].detach().flatten() for slot in layout_of_stage(spec, layers, stage)]
         model.store_flat(stage, torch.cat(flat))
