@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-browser test-trackers test-data chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -67,6 +67,10 @@ test-ray: kernels search-kernels  # Linux, with iproute2: in a network that has 
 test-harness: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,harness]' accelerate  # the harness's own model wants it
 	$(BIN)/pytest tests/long/lm_harness.py
+
+test-peft: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' peft
+	$(BIN)/pytest tests/long/peft_training.py
 
 test-browser: kernels search-kernels  # with Debian's chromium: apt-get install chromium
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'

@@ -119,7 +119,7 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
         layers=layers,
         forward_ns=stage_by_node(forward),
         backward_ns=stage_by_node([workload.backward_flops(k) for k in layers]),
-        weight_ns=np.maximum(1, np.rint(workload.weight_share * gradients_ns).astype(np.int64)),
+        weight_ns=np.maximum(1, np.rint(workload.trained_share * gradients_ns).astype(np.int64)),
         optimizer_ns=stage_by_node(step),
         head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
         slots=np.array(

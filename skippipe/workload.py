@@ -72,6 +72,17 @@ class ModelShape:
         )
 
     @property
+    def linear_parameters(self) -> int:
+        """Parameters of the linear maps of a layer; experts and their router are none."""
+        return self._attention_parameters + (3 * self.hidden * self.intermediate if self.experts == 1 else 0)
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Parameters of LoRA's adapters in a layer: of this rank, beside every linear map. Experts are none."""
+        attention = 4 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        feed_forward = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
+        return rank * (attention + feed_forward)
+
+    @property
     def end_parameters(self) -> int:
         """Embedding, final norm and head: what stage 0 holds beside its layers."""
         matrices = 1 if self.tied_embeddings else 2
@@ -205,6 +216,8 @@ class Workload:
     """What takes the step: it says how much memory its state fills, and how long a step is."""
     collective: str = "auto"
     """The collective by which weight gradients are averaged."""
+    adapter_parameters: Annotated[int, COUNT] = 0
+    """Parameters of LoRA's adapters in a layer, the only ones that are trained then; 0: all parameters are trained."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -226,19 +239,42 @@ class Workload:
         return tuple(each + (stage >= stages - extra) for stage in range(stages))
 
     def forward_flops(self, layers: int) -> int:
-        return layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)
+        model = layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)
+        return model + self._adapter_flops(layers)
 
     def backward_flops(self, layers: int, *, recomputing: bool = True) -> float:
-        """With the forward pass again, where activations are recomputed; `recomputing` False: without it."""
+        """With the forward pass again, where activations are recomputed; `recomputing` False: without it. Weights that
+        are not trained have no weight gradients."""
+        forward, adapters = self.forward_flops(layers), self._adapter_flops(layers)
+        if self.adapter_parameters:
+            again = forward if recomputing and self.activation_checkpointing else 0
+            return self._backward_ratio * (forward - adapters) + 2 * adapters + again
         ratio = self.backward_ratio + (recomputing and self.activation_checkpointing)
-        return ratio * self.forward_flops(layers)
+        return ratio * forward
+
+    @property
+    def trained_share(self) -> float:
+        """Share of a backward, without what is recomputed, that is gradients of trained weights."""
+        if not self.adapter_parameters:
+            return self.weight_share
+        return self._adapter_flops(1) / self.backward_flops(1, recomputing=False)
+
+    def _adapter_flops(self, layers: int) -> int:
+        """Forward operations of adapters: two a weight and token."""
+        return 2 * layers * self.samples_per_microbatch * self.sequence_tokens * self.adapter_parameters
+
+    @property
+    def _backward_ratio(self) -> float:
+        """Of the model itself, whose weight gradients are not computed if only adapters are trained."""
+        return self.backward_ratio * (1 - self.weight_share if self.adapter_parameters else 1)
 
     def head_flops(self, layers_of_stage_0: int) -> float:
         """Final norm, head and loss, forward and backward: one task at the data node."""
         if self.head_ratio is not None:
             once = self.head_ratio * self.forward_flops(layers_of_stage_0)
         else:
-            once = (1 + self.backward_ratio) * self.samples_per_microbatch * self.model.head_flops(self.sequence_tokens)
+            samples = self.samples_per_microbatch
+            once = (1 + self._backward_ratio) * samples * self.model.head_flops(self.sequence_tokens)
         return 2 * once if self.early_exit else once
 
     @property
@@ -248,18 +284,33 @@ class Workload:
         return CODECS[self.wire_dtype].expected_bytes(values) + self.header_bytes
 
     def stage_parameters(self, stage: int, layers: int) -> int:
+        """Parameters of a stage, without adapters."""
         return layers * self.model.layer_parameters + (self.model.end_parameters if stage == 0 else 0)
 
+    def trained_parameters(self, stage: int, layers: int) -> int:
+        """Parameters of a stage that are trained: those of its adapters, or all if it has none."""
+        return layers * self.adapter_parameters if self.adapter_parameters else self.stage_parameters(stage, layers)
+
+    def frozen_bytes(self, stage: int, layers: int) -> int:
+        """Bytes that a node holds of weights that are not trained: in the type of computing, but for norms, routers and
+        experts, which are fp32."""
+        if not self.adapter_parameters:
+            return 0
+        each = COMPUTE_BYTES[self.compute_dtype]
+        matrices = layers * self.model.linear_parameters + (self.model.end_parameters if stage == 0 else 0)
+        return STORED_BYTES * self.stage_parameters(stage, layers) - (STORED_BYTES - each) * matrices
+
     def gradient_bytes(self, stage: int, layers: int) -> int:
-        return CODECS[self.gradient_dtype].expected_bytes(self.stage_parameters(stage, layers))
+        return CODECS[self.gradient_dtype].expected_bytes(self.trained_parameters(stage, layers))
 
     def optimizer_flops(self, stage: int, layers: int) -> int:
         """Operations of a stage's optimizer step."""
-        return OPTIMIZERS[self.optimizer].flops_per_parameter * self.stage_parameters(stage, layers)
+        return OPTIMIZERS[self.optimizer].flops_per_parameter * self.trained_parameters(stage, layers)
 
     def state_bytes(self, stage: int, layers: int) -> int:
-        """Weights and optimizer state of a stage, as they are sent to another node and stored in checkpoints."""
-        return OPTIMIZERS[self.optimizer].stored_bytes() * self.stage_parameters(stage, layers)
+        """Weights and optimizer state of a stage, as they are sent to another node."""
+        trained = OPTIMIZERS[self.optimizer].stored_bytes() * self.trained_parameters(stage, layers)
+        return trained + (STORED_BYTES * self.stage_parameters(stage, layers) if self.adapter_parameters else 0)
 
     def fixed_bytes(self, stage: int, layers: int) -> int:
         """Bytes that a node of the stage holds whether or not a microbatch is there."""
@@ -267,8 +318,8 @@ class Workload:
         logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
         recomputed = self._layer_bytes() if self.activation_checkpointing else 0
         remainder = STORED_BYTES if CODECS[self.gradient_dtype].error_feedback else 0
-        held = (OPTIMIZERS[self.optimizer].held_bytes() + remainder) * self.stage_parameters(stage, layers)
-        return held + logits + recomputed
+        held = (OPTIMIZERS[self.optimizer].held_bytes() + remainder) * self.trained_parameters(stage, layers)
+        return held + self.frozen_bytes(stage, layers) + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
@@ -300,7 +351,7 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """What earlier versions knew without being told is left out, so that they can read the file."""
-        left_out = ("optimizer", DEFAULT), ("collective", "ring")
+        left_out = ("optimizer", DEFAULT), ("collective", "ring"), ("adapter_parameters", 0)
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
     @classmethod
@@ -323,6 +374,7 @@ class Workload:
             early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
             optimizer=entry.text("optimizer") if entry.mentions("optimizer") else DEFAULT,
             collective=entry.text("collective") if entry.mentions("collective") else "ring",
+            adapter_parameters=entry.integer("adapter_parameters") if entry.mentions("adapter_parameters") else 0,
         )
         entry.close()
         return workload

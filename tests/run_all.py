@@ -43,6 +43,7 @@ SUITES = (
     Suite("test-trackers", "W&B and MLflow themselves, without a network"),
     Suite("test-harness", "scores beside lm-evaluation-harness's own"),
     Suite("test-data", "Parquet, .zst and datasets, with their libraries"),
+    Suite("test-peft", "training beside transformers and peft"),
     Suite("test-ray", "nodes as Ray actors", NAMESPACES, linux=True),
     Suite("test-docs", "every command of README and tutorial", (*NAMESPACES, "curl"), linux=True),
 )

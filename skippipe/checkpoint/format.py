@@ -2,7 +2,7 @@
 
 A checkpoint is a folder. Every stage has two safetensors files, one with its weights under the names they have in the
 whole model and one with the optimizer's tensors under the same names, so that a plan with other stages can resume from
-it.
+it. A run that trains adapters stores those alone; the weights that they are for lie beside (`adapters`).
 The manifest names every file with its size and SHA-256 and is written last, after everything else has reached the
 disk: a folder without one, or with a file that does not match, is no checkpoint, and the one before is used.
 
@@ -26,7 +26,7 @@ import logging
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +34,7 @@ from typing import Annotated, Any
 from skippipe.codecs import Buffer
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as
+from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import check_plain_name
 from skippipe.optim import DEFAULT, OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
@@ -85,12 +86,15 @@ class Manifest:
     """The name of the optimizer whose state it holds."""
     validation_loss: float | None = None
     """The held-out loss of these weights; None: it was not evaluated."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters: with a rank, they are all that it holds of the model."""
 
     def to_json(self) -> dict[str, Any]:
-        """A run without an id, the default optimizer and an unknown loss are left out, as earlier versions wrote
-        none of them."""
-        left_out = {"run": "", "optimizer": DEFAULT, "validation_loss": None}
-        fields = {name: value for name, value in vars(self).items() if left_out.get(name, ...) != value}
+        """A run without an id, the default optimizer, an unknown loss and no adapters are left out, as earlier versions
+        wrote none of them."""
+        left_out = {"run": "", "optimizer": DEFAULT, "validation_loss": None, "lora": asdict(LoraConfig())}
+        found = {**vars(self), "lora": asdict(self.lora)}
+        fields = {name: value for name, value in found.items() if name not in left_out or left_out[name] != value}
         return {"format": FORMAT, "version": VERSION, **fields, "files": [vars(file) for file in self.files]}
 
     @classmethod

@@ -22,12 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
+from skippipe.checkpoint.adapters import read_base
 from skippipe.checkpoint.format import run_field
 from skippipe.checkpoint.model_card import CARD_FILE, ModelCard, special_ids
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError, require
 from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.lora import merged
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
 from skippipe.runs.wal import fsync_path
@@ -55,6 +57,8 @@ class ModelFolder:
     """After how many iterations the weights were taken; None: after the last."""
     score: Path | None = None
     """As in `ModelCard`."""
+    base: Path | None = None
+    """If the stages that come are adapters: the folder with the weights that they are merged into."""
     _pieces: list[torch.Tensor] = field(init=False, default_factory=list)
     _where: dict[str, str] = field(init=False, default_factory=dict)
     """Name of a weight → the file that holds it."""
@@ -74,15 +78,16 @@ class ModelFolder:
         if not self._where:
             shutil.rmtree(self._unfinished, ignore_errors=True)  # of one that was cut short
         self._unfinished.mkdir(parents=True, exist_ok=True)
-        weights = {
-            place.name: flat[place.start : place.start + place.size].view(place.shape).to(self.dtype).contiguous()
-            for place in layout_of_stage(self.spec, self.layers, stage)
-        }
+        trained = {slot.name: slot.of(flat) for slot in layout_of_stage(self.spec, self.layers, stage)}
+        if self.base is not None:
+            names = [slot.name for slot in layout_of_stage(self.spec, self.layers, stage, frozen=True)]
+            trained = merged(read_base(self.base, names), trained, self.spec.lora)
+        weights = {name: each.to(self.dtype).contiguous() for name, each in trained.items()}
         file = f"model-{stage + 1:05d}-of-{len(self.layers):05d}.safetensors"
         if self._where.get(next(iter(weights))) != file:  # else it is there: what failed came after it
             _save(weights, self._unfinished / file, {"format": "pt", **run_field(self.run_id)})
             self._where |= dict.fromkeys(weights, file)
-            self._bytes += self.dtype.itemsize * len(flat)
+            self._bytes += self.dtype.itemsize * sum(each.numel() for each in weights.values())
         if stage + 1 == len(self.layers):
             self._finish()
 
@@ -105,7 +110,8 @@ class ModelFolder:
     @property
     def missing_bytes(self) -> int:
         """Bytes of the model that are not written yet."""
-        stages = (layout_of_stage(self.spec, self.layers, stage) for stage in range(len(self.layers)))
+        spec = self.spec.without_adapters()
+        stages = (layout_of_stage(spec, self.layers, stage) for stage in range(len(self.layers)))
         return self.dtype.itemsize * sum(place.size for places in stages for place in places) - self._bytes
 
     @property

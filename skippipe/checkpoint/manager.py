@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from skippipe.checkpoint.adapters import BASE, base_of, open_base, write_adapter
 from skippipe.checkpoint.format import (
     CheckpointOrigin,
     Checkpoints,
@@ -147,8 +148,13 @@ class CheckpointManager:
         except UserError as error:
             log.warning("%s", error)
             return
-        if folder is not None:
-            self.checkpoints = replace(self.checkpoints, folder=folder / "checkpoints")
+        if folder is None:
+            return
+        moved = folder / "checkpoints"
+        if self.spec.lora.rank:  # or what goes there would be of no use without the other disk
+            with self._warned.tolerated(moved / BASE, "the weights that adapters are for are where they were"):
+                shutil.copytree(self.checkpoints.folder / BASE, moved / BASE, dirs_exist_ok=True)
+        self.checkpoints = replace(self.checkpoints, folder=moved)
 
     @property
     def _run_id(self) -> str:
@@ -237,10 +243,11 @@ class StateReader:
         for file in self.origin.manifest.files:
             opened: Any = safe_open(self.origin.place / file.name, "pt")
             found |= dict.fromkeys(opened.keys(), opened)
-        return found
+        return found | open_base(base_of(self.origin.place)) if self.spec.lora.rank else found
 
     def state(self, stage: int, first: int, count: int) -> EncodedTensor:
-        """A range of the stage's weights and optimizer state, as one sequence of numbers."""
+        """A range of the stage's weights, optimizer state and weights that are not trained, as one sequence of
+        numbers."""
         return encode(torch.cat(list(self._range(self._state_slots(stage), first, count))), "fp32", share=True)
 
     def _range(self, slots: Sequence[ParamSlot], first: int, count: int) -> Iterator[Tensor]:
@@ -252,9 +259,9 @@ class StateReader:
             if start < end:
                 yield self._values(slot, start, end)
 
-    def weights(self, stage: int) -> Tensor:
-        """The weights of a stage as one flat tensor."""
-        slots = layout_of_stage(self.spec, self.layers, stage)
+    def weights(self, stage: int, *, frozen: bool = False) -> Tensor:
+        """The trained weights of a stage as one flat tensor, or those that are not trained."""
+        slots = layout_of_stage(self.spec, self.layers, stage, frozen=frozen)
         return torch.cat([self._values(slot, 0, slot.size) for slot in slots])
 
     def tensor(self, slot: ParamSlot) -> EncodedTensor:
@@ -265,8 +272,10 @@ class StateReader:
         if stage not in self._slots:
             name = self.origin.manifest.optimizer
             Choices(OPTIMIZERS).check(name, f"{self.origin.place}: optimizer")
-            places = layout_of_stage(self.spec, self.layers, stage)
-            self._slots[stage] = OPTIMIZERS[name].state_slots(places)
+            slots = OPTIMIZERS[name].state_slots(layout_of_stage(self.spec, self.layers, stage))
+            end = slots[-1].start + slots[-1].size
+            frozen = layout_of_stage(self.spec, self.layers, stage, frozen=True)
+            self._slots[stage] = [*slots, *(slot._replace(start=end + slot.start) for slot in frozen)]
         return self._slots[stage]
 
     def _values(self, slot: ParamSlot, start: int, end: int) -> Tensor:
@@ -280,7 +289,7 @@ class StateReader:
         row = slot.size // slot.shape[0]
         above = start // row
         rows: Tensor = stored[above : -(-end // row)]
-        return rows.flatten()[start - above * row : end - above * row]
+        return rows.flatten()[start - above * row : end - above * row].float()
 
 
 def manifest_of(
@@ -297,6 +306,7 @@ def manifest_of(
         files=tuple(files),
         run=run_id,
         optimizer=node_config.learning.optimizer,
+        lora=node_config.lora,
     )
 
 
@@ -311,9 +321,12 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
         ("seed", found.seed, node_config.seed),
         ("text", found.data, node_config.data_fingerprint),
         ("optimizer", found.optimizer, node_config.learning.optimizer),
+        ("[lora]", found.lora, node_config.lora),
     ):
         if theirs != ours:
             raise UserError(f"{origin.place}: was made with another {name}; resume with the job it belongs to")
+    if found.lora.rank:
+        base_of(origin.place)
     return origin
 
 
@@ -324,15 +337,36 @@ def _essence(config: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name not in left_out}
 
 
+def export_adapter(place: Path, folder: Path) -> Manifest:
+    """The adapters of a checkpoint as a folder of peft; UserError if it has none, or they cannot be written."""
+    manifest = verified(place)
+    if not manifest.lora.rank:
+        raise UserError(f"{place}: has no adapters: all weights were trained; export the model without --adapter")
+    spec = ModelSpec(config_from(manifest.config), manifest.seed, manifest.lora)
+    reader = StateReader(CheckpointOrigin(place, manifest), manifest.layers, spec)
+    adapters: dict[str, Tensor] = {}
+    for stage in range(len(manifest.layers)):
+        flat = reader.weights(stage)
+        adapters |= {slot.name: slot.of(flat) for slot in layout_of_stage(spec, manifest.layers, stage)}
+    model = str(manifest.config.get("_name_or_path") or base_of(place).resolve())
+    try:
+        write_adapter(folder, adapters, manifest.lora, model)
+        TextTokenizer.load(place).save(folder)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be written: {reason(error)}; make room, or name another folder") from None
+    return manifest
+
+
 def export(place: Path, folder: Path, score: Path | None = None) -> Manifest:
     """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written. `score`: as in
     `ModelCard`."""
     manifest = verified(place)
-    spec = ModelSpec(config_from(manifest.config), manifest.seed)
+    spec = ModelSpec(config_from(manifest.config), manifest.seed, manifest.lora)
     reader = StateReader(CheckpointOrigin(place, manifest), manifest.layers, spec)
     run, tokenizer = place.resolve().parents[1], TextTokenizer.load(place)
     ours = manifest.run != "" and run_id_of(run) == manifest.run
     about: dict[str, Any] = {"run": run if ours else None, "iterations": manifest.iterations, "score": score}
+    about["base"] = base_of(place) if manifest.lora.rank else None
     model = ModelFolder(folder, manifest.layers, spec, tokenizer, run_id=manifest.run, **about)
     try:
         for stage in range(len(manifest.layers)):

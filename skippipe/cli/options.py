@@ -157,6 +157,11 @@ class SweepOptions:
         workload_option(f"Activations on the wire: {', '.join(CODECS)}; or all that will do, as in bf16,int8.", "bf16"),
     ] = None
     gradients: Annotated[str | None, workload_option("Weight gradients on the wire, likewise.", "fp32")] = None
+    lora: Annotated[
+        int | None,
+        Range(0, 100_000),
+        workload_option("Rank of adapters, which are trained in place of the model (LoRA).", "0: the model is"),
+    ] = None
     max_slots: Annotated[
         int | None,
         SLOTS,
@@ -306,6 +311,8 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
         max_slots=options.max_slots,
         activation_checkpointing=options.checkpointing,
     )
+    if options.lora:
+        workload = replace(workload, adapter_parameters=workload.model.adapter_parameters(options.lora))
     return problem_of(
         cluster,
         workload,

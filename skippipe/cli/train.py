@@ -244,6 +244,9 @@ def export(
     best: Annotated[
         bool, typer.Option("--best", help="Of a run: the checkpoint with the lowest held-out loss, not the newest.")
     ] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Of a run with [lora]: the adapters alone, in peft's layout.")
+    ] = False,
     score: Annotated[
         Path | None,
         typer.Option(
@@ -263,7 +266,8 @@ def export(
     """Make a Hugging Face folder of a checkpoint, which transformers loads.
 
     It has the tokenizer with its chat template, the ids that begin and end a text, and a model card (README.md) with
-    recipe, data and losses.
+    recipe, data and losses. Adapters of a run with [lora] are merged into the model, unless --adapter asks for them by
+    themselves.
 
     \b
         skippipe export run model/ --best --push my-name/my-model --private
@@ -274,6 +278,7 @@ def export(
     from skippipe.checkpoint.hf_export import hub_api
     from skippipe.checkpoint.hf_export import push as upload
     from skippipe.checkpoint.manager import export as exported
+    from skippipe.checkpoint.manager import export_adapter
 
     if private and push is None:
         raise UserError("--private: goes with --push, which uploads the model")
@@ -299,9 +304,12 @@ def export(
         place = found[0]
     folder = _one_folder(folder, output)
     check_empty(folder)
+    if adapter and score is not None:
+        raise UserError("--score: is for the model card, which adapters alone do not have; leave out one of them")
     api = hub_api(push) if push is not None else None
-    manifest = exported(place, folder, score)
-    print(f"{place}: the model after {manifest.iterations} iterations is in {folder}/")
+    manifest = export_adapter(place, folder) if adapter else exported(place, folder, score)
+    what = "adapter" if adapter else "model"
+    print(f"{place}: the {what} after {manifest.iterations} iterations is in {folder}/")
     if push is not None:
         print(f"{folder}: is on the hub now, at {upload(api, folder, push, private=private)}")
 

@@ -19,9 +19,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skippipe.checkpoint.adapters import base_of, read_base
 from skippipe.checkpoint.format import MANIFEST, Checkpoints, check_file, read_manifest, verified
 from skippipe.errors import UserError
 from skippipe.json_fields import exists
+from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, check_device, config_from, config_named
 from skippipe.model.stage import StageModel, layer_ranges
@@ -114,7 +116,9 @@ def fingerprint(place: Path) -> str:
     digest = sha256()
     if (place / MANIFEST).is_file():  # it has a hash of every file
         digest.update((place / MANIFEST).read_bytes())
-        return digest.hexdigest()
+        if not read_manifest(place).lora.rank:
+            return digest.hexdigest()
+        place = base_of(place)
     for file in sorted(each for each in place.iterdir() if each.suffix == ".safetensors"):
         size = file.stat().st_size
         digest.update(f"{file.name} {size}".encode())
@@ -182,9 +186,13 @@ def exported_layers(weight_map: Mapping[str, str]) -> tuple[int, ...]:
 
 def _checkpoint_weights(place: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for file in verified(place).files:
+    manifest = verified(place)
+    for file in manifest.files:
         if file.name.endswith(WEIGHTS):
             weights |= load_file(place / file.name)
+    if manifest.lora.rank:
+        base = base_of(place)
+        return merged(read_base(base, weight_map_of(base)), weights, manifest.lora)
     return weights
 
 
@@ -215,11 +223,14 @@ def select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Ten
     place = outline.place
     if (place / MANIFEST).is_file():
         weights: dict[str, Tensor] = {}
-        for file in read_manifest(place).files:
-            if file.name.endswith(WEIGHTS) and (found := _read_tensors(place / file.name, names)):
+        manifest = read_manifest(place)
+        maps = {name.removesuffix(".weight") for name in names}
+        wanted = names | {of + end for of in maps for end in (A, B)} if manifest.lora.rank else names
+        for file in manifest.files:
+            if file.name.endswith(WEIGHTS) and (found := _read_tensors(place / file.name, wanted)):
                 check_file(place, file)
                 weights |= found
-        return weights
+        return merged(read_base(base_of(place), names), weights, manifest.lora) if manifest.lora.rank else weights
     weights = {}
     for name in sorted(set(weight_map_of(place).values())) or ["model.safetensors"]:
         if (place / name).is_file():

@@ -9,7 +9,8 @@ take the number of visits into account, so that the norm of a sum can be taken a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor, nn
@@ -31,27 +32,36 @@ def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamSlot]:
     return slots
 
 
-def layout_of_stage(spec: ModelSpec, counts: tuple[int, ...], stage: int) -> list[ParamSlot]:
-    """The layout of any stage, without making it; `counts` are the layers of each stage."""
+def layout_of_stage(spec: ModelSpec, counts: tuple[int, ...], stage: int, *, frozen: bool = False) -> list[ParamSlot]:
+    """The layout of the weights of any stage that are trained, or of those that are not, without making it; `counts`
+    are the layers of each stage."""
     with torch.device("meta"):
         like = StageModel(spec, layer_ranges(counts)[stage], ends=stage == 0)
-    return layout(like.named_weights())
+    return layout(like.frozen_weights() if frozen else like.trained_weights())
 
 
 class FlatParams:
-    """Weights, their gradients and the optimizer's state, each as one flat tensor."""
+    """Weights, their gradients and the optimizer's state, each as one flat tensor; and weights that are not trained."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], learning: OptimConfig) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        learning: OptimConfig,
+        frozen: Iterable[tuple[str, nn.Parameter]] = (),
+    ) -> None:
         weights = dict(named)
         self.slots = layout(weights.items())
-        device = next(iter(weights.values())).device
-        self.values = torch.empty(sum(slot.size for slot in self.slots), device=device)
+        self.values = _flattened(weights, self.slots)
         self.gradient = torch.zeros_like(self.values)
         for slot in self.slots:
-            each, cut = weights[slot.name], slice(slot.start, slot.start + slot.size)
-            self.values[cut] = each.data.flatten()
-            each.data = self.values[cut].view(slot.shape)
-            each.grad = self.gradient[cut].view(slot.shape)
+            weights[slot.name].grad = self.gradient[slot.start : slot.start + slot.size].view(slot.shape)
+        unchanged = dict(frozen)
+        self.frozen = tuple(
+            _flattened(unchanged, [slot._replace(start=slot.start - part[0].start) for slot in part])
+            for _, group in groupby(layout(unchanged.items()), lambda slot: unchanged[slot.name].dtype)
+            for part in [list(group)]
+        )
+        """Weights that are not trained, in the order of their layout: one flat tensor for each run of one type."""
         self.reset(learning)
 
     def reset(self, learning: OptimConfig) -> None:
@@ -94,9 +104,14 @@ class FlatParams:
         self.optimizer.steps = count
 
     @property
-    def state(self) -> tuple[Tensor, ...]:
-        """Weights, then the optimizer's tensors: what a replica of the stage has to have."""
+    def trained_state(self) -> tuple[Tensor, ...]:
+        """Weights, then the optimizer's tensors: what training changes, and a checkpoint stores."""
         return self.values, *self.optimizer.state.values()
+
+    @property
+    def state(self) -> tuple[Tensor, ...]:
+        """The same, then the weights that are not trained: what a replica of the stage has to have."""
+        return *self.trained_state, *self.frozen
 
     @property
     def state_values(self) -> int:
@@ -114,3 +129,14 @@ class FlatParams:
                 found.append(here)
             first -= len(part)
         return found
+
+
+def _flattened(weights: Mapping[str, nn.Parameter], slots: Sequence[ParamSlot]) -> Tensor:
+    """One flat tensor that these weights become parts of."""
+    like = weights[slots[0].name]
+    flat = torch.empty(sum(slot.size for slot in slots), dtype=like.dtype, device=like.device)
+    for slot in slots:
+        each, cut = weights[slot.name], slice(slot.start, slot.start + slot.size)
+        flat[cut] = each.data.flatten()
+        each.data = flat[cut].view(slot.shape)
+    return flat

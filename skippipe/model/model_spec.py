@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from copy import copy
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from skippipe.errors import UserError
+from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import CODE_FIELD, check_model_folder
 from skippipe.workload import MODELS, ModelShape, model_named
 
@@ -78,11 +80,12 @@ def llama_config(shape: ModelShape, **others: Any) -> LlamaConfig:
 
 
 class ModelSpec:
-    """A configuration and a seed: enough to make any part of the model."""
+    """A configuration and a seed, and perhaps adapters: enough to make any part of the model."""
 
-    def __init__(self, config: Any, seed: int = 0) -> None:
+    def __init__(self, config: Any, seed: int = 0, lora: LoraConfig | None = None) -> None:
         self.config = config
         self.seed = seed
+        self.lora = LoraConfig()
         if getattr(config, "_attn_implementation", None) not in ATTENTION:
             config._attn_implementation = "sdpa"
         try:
@@ -97,6 +100,8 @@ class ModelSpec:
                     f"a {config.model_type} model has no '{part}': stages can be made of models that have "
                     f"embed_tokens, layers, norm and rotary_emb, as {', '.join(TESTED)} do"
                 )
+        if lora is not None and lora.rank:
+            self.lora = lora.resolved(self._linear_maps())
 
     @property
     def shape(self) -> ModelShape:
@@ -109,6 +114,16 @@ class ModelSpec:
     @property
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
+
+    def without_adapters(self) -> ModelSpec:
+        """The model that is adapted, by itself."""
+        found = copy(self)
+        found.lora = LoraConfig()
+        return found
+
+    def _linear_maps(self) -> list[str]:
+        """Names of the linear maps of all layers."""
+        return [name for name, each in self._base.layers.named_modules() if is_linear(each)]
 
     def layer(self, index: int) -> nn.Module:
         made: nn.Module = type(self._base.layers[index])(self.config, index)
@@ -184,6 +199,11 @@ class ModelSpec:
             for each in module.modules():
                 self.skeleton._init_weights(each)
         return module
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear map and nothing else."""
+    return type(module) is nn.Linear
 
 
 def check_device(device: str) -> None:

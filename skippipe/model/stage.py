@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from skippipe.model.model_spec import ModelSpec
+from skippipe.model.lora import initial, is_adapter
+from skippipe.model.model_spec import ModelSpec, is_linear
 
 EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
 
@@ -46,6 +47,10 @@ class StageModel(nn.Module):
         self.head = spec.head() if ends else None
         if self.embedding is not None and self.head is not None and spec.tied:
             self.head.weight = self.embedding.weight
+        if spec.lora.rank:
+            self.requires_grad_(False)
+            for number, layer in zip(layers, self.layers, strict=True):
+                add_lora(layer, f"model.layers.{number}", spec)
         self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
         self._watch_routers()
@@ -99,7 +104,25 @@ class StageModel(nn.Module):
         return self.spec.balance_weight * total / everywhere
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names that they have in the whole model."""
+        """Under the names that they have in the whole model; LoRA's adapters are not among them."""
+        yield from (pair for pair in self._named_parameters() if not is_adapter(pair[0]))
+
+    def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The weights that training changes: LoRA's adapters, or all if there are none."""
+        yield from (pair for pair in self._named_parameters() if pair[1].requires_grad)
+
+    def frozen_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The others."""
+        yield from (pair for pair in self._named_parameters() if not pair[1].requires_grad)
+
+    def frozen_to(self, dtype: torch.dtype) -> None:
+        """Hold the matrices of linear maps and of the embedding that are not trained in another type: that in which
+        they are used. Under autocast these would be cast for every microbatch, and kept until its backward."""
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)) and not module.weight.requires_grad:
+                module.weight.data = module.weight.data.to(dtype)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         if self.embedding is not None:
             yield from ((f"model.embed_tokens.{name}", each) for name, each in self.embedding.named_parameters())
         for number, layer in zip(self.numbers, self.layers, strict=True):
@@ -147,6 +170,36 @@ def layer_ranges(counts: tuple[int, ...]) -> list[range]:
     """The layers of each stage."""
     ends = [sum(counts[: index + 1]) for index in range(len(counts))]
     return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+class LoraLinear(nn.Linear):
+    """A linear map that is not trained, with an adapter beside it that is; names are peft's."""
+
+    lora_A: nn.Linear  # noqa: N815 (as peft calls it, and the next)
+    lora_B: nn.Linear  # noqa: N815
+    lora_scale: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        added: Tensor = self.lora_B(self.lora_A(input))
+        return super().forward(input) + added * self.lora_scale
+
+
+def add_lora(layer: nn.Module, name: str, spec: ModelSpec) -> None:
+    """Make a `LoraLinear` of every linear map of a layer of this name that is a target."""
+    for path, module in list(layer.named_modules(prefix=name)):
+        if not is_linear(module) or not spec.lora.takes(path):
+            continue
+        assert isinstance(module, nn.Linear)
+        module.__class__ = LoraLinear  # not a module around it, which would rename its weights
+        module.lora_scale = spec.lora.scale  # type: ignore[assignment]
+        for part, sizes in (
+            ("lora_A", (module.in_features, spec.lora.rank)),
+            ("lora_B", (spec.lora.rank, module.out_features)),
+        ):
+            linear = nn.Linear(*sizes, bias=False)
+            if not linear.weight.is_meta:
+                linear.weight.data = initial(f"{path}.{part}.weight", tuple(linear.weight.shape), spec.seed)
+            module.add_module(part, linear)
 
 
 class Bridges(nn.Module):

@@ -68,9 +68,9 @@ class SplitLinear(nn.Linear):
 
 
 def split_linears(layers: nn.Module, deferred: DeferredGradients) -> None:
-    """Make every linear map in these layers defer its weight gradient into this list."""
+    """Make every linear map in these layers that is trained defer its weight gradient into this list."""
     for module in layers.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module.weight.requires_grad:
             module.__class__ = SplitLinear
             module.deferred = deferred  # type: ignore[assignment]
 
@@ -123,7 +123,9 @@ class StageStep:
         compiled: bool = False,
     ) -> None:
         self.model = StageModel(spec, layers, ends=ends, recompute=recompute).to(device)
-        self.weights = FlatParams(self.model.named_weights(), learning)
+        if compute_dtype == "bf16":
+            self.model.frozen_to(torch.bfloat16)
+        self.weights = FlatParams(self.model.trained_weights(), learning, self.model.frozen_weights())
         self.device = device
         self.held: dict[Key, SavedForBackward] = {}
         self.deferred: dict[Key, DeferredGradients] = {}
@@ -265,7 +267,8 @@ class StageStep:
 
 def _input_gradient(inputs: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:
     """The gradient of the inputs, None if they come from the embedding; if it counts, the weights' are added up."""
+    arrived = inputs.is_leaf and inputs.requires_grad
     if counts:
         torch.autograd.backward(roots, gradients)
-        return inputs.grad if inputs.is_leaf else None
-    return torch.autograd.grad(roots, [inputs], gradients)[0] if inputs.is_leaf else None
+        return inputs.grad if arrived else None
+    return torch.autograd.grad(roots, [inputs], gradients)[0] if arrived else None

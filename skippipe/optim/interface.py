@@ -32,6 +32,10 @@ class ParamSlot(NamedTuple):
     def size(self) -> int:
         return prod(self.shape)
 
+    def of(self, flat: Tensor) -> Tensor:
+        """The tensor, of the flat one that it lies in."""
+        return flat[self.start : self.start + self.size].view(self.shape)
+
 
 @dataclass(frozen=True)
 class StateTensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.json_fields import Fields
+from skippipe.model.lora import LoraConfig
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.skip_schedule import SkipSchedule
@@ -55,11 +56,13 @@ class NodeConfig:
     held_out: HeldOut | None = None
     packing: bool = True
     """Whether a sample may hold several conversations."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters, with all targets by name."""
 
     def spec(self) -> ModelSpec:
         from skippipe.model.model_spec import ModelSpec, config_from
 
-        return ModelSpec(config_from(self.config), self.seed)
+        return ModelSpec(config_from(self.config), self.seed, self.lora)
 
     def sampler(self, folder: Path | None = None) -> BatchSampler:
         """The text that is trained on, from here or from where this machine keeps it."""
@@ -99,8 +102,9 @@ class NodeConfig:
         plain = {name: value for name, value in vars(self).items() if name not in nested}
         recipe = {name: value for name, value in asdict(self.recipe).items() if value is not None}
         held_out = asdict(self.held_out) if self.held_out else None
-        plan, learning = self.plan.to_json(), self.learning.to_json()
-        return {**plain, "plan": plan, "learning": learning, "recipe": recipe, "held_out": held_out}
+        plan, learning, lora = self.plan.to_json(), self.learning.to_json(), asdict(self.lora)
+        more = {"plan": plan, "learning": learning, "recipe": recipe, "held_out": held_out, "lora": lora}
+        return {**plain, **more}
 
     @classmethod
     def from_json(cls, value: Any) -> NodeConfig:
@@ -125,6 +129,7 @@ class NodeConfig:
             recipe=from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
             held_out=from_table(HeldOut, held_out, "brief.held_out") if held_out is not None else None,
             packing=fields.flag("packing"),
+            lora=from_table(LoraConfig, fields.take("lora"), "brief.lora"),
         )
         fields.close()
         return node_config

@@ -126,7 +126,7 @@ class StageExecutor:
             case ReadWeights():
                 return self._read_weights(work.piece, kept=work.kept)
             case SnapshotState():
-                self._snapshot = torch.cat([part.cpu().float() for part in self.tasks.weights.state])
+                self._snapshot = torch.cat([part.cpu().float() for part in self.tasks.weights.trained_state])
                 return None
             case PlanTransfer():
                 return self._plan_transfer(work.origin)

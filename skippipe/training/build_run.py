@@ -23,6 +23,7 @@ from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import json_text, write_text
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
@@ -113,6 +114,7 @@ class RunSetup(RunOptions):
             rendezvous=None if self.collective.in_messages else _free_address(),
             recipe=job.followed,
             packing=job.data.packing,
+            lora=self.spec.lora,
         )
         return replace(node_config, held_out=held_out_samples(job.validation, node_config, self.held_out_tokens))
 
@@ -165,6 +167,8 @@ class RunSetup(RunOptions):
         if self.job.checkpoint.every or len(data_nodes) > 1:
             return ""
         alone = f"'{self.plan.cluster.nodes[data_nodes[0]].name}' alone holds stage 0, and no checkpoints are made"
+        if self.spec.lora.rank:
+            return f"{alone}: if it is lost, its adapters begin anew; {CHECKPOINT_ADVICE}, or plan two data nodes"
         if self.backup is not None:
             cost = (
                 f"if it is lost, {BACKED_UP} go back some {survive.backup_every} iterations, its layers are made anew"
@@ -193,16 +197,18 @@ class RunSetup(RunOptions):
 
     def with_first_checkpoint(self) -> RunSetup:
         """The setup of a run that goes on from a checkpoint with the weights that the job begins with."""
-        write_first_checkpoint(self.run, Path(self.job.model.weights))
+        write_first_checkpoint(self.run, Path(self.job.model.weights), self.job.lora.weights)
         return replace(self, resumed=True)
 
     def check_room(self, rescue: Path | None = None) -> None:
         """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
-        job = self.job
-        parameters = self.plan.workload.model.parameters
-        model_bytes = STORED_BYTES * parameters
-        checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * parameters
+        job, work = self.job, self.plan.workload
+        model_bytes = STORED_BYTES * work.model.parameters
+        trained = sum(work.trained_parameters(stage, layers) for stage, layers in enumerate(self.plan.layers))
+        checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * trained
+        if self.spec.lora.rank and not self.resumed:
+            model_bytes *= 2  # what adapters are for is kept beside the checkpoints
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
         more = min(made, max(1, job.checkpoint.keep + 1 + job.validation.enabled - there)) if made else 0
@@ -247,7 +253,8 @@ def build_run(
     )
     if tokens.marks is None and not job.data.packing:
         raise UserError("data.packing: is for conversations, and the texts hold none; leave it out")
-    spec = ModelSpec(config_named(job.model.config, None if job.model.weights else tokens.vocabulary), job.seed)
+    config = config_named(job.model.config, None if job.model.weights else tokens.vocabulary)
+    spec = ModelSpec(config, job.seed, job.lora)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     plan = _checked_plan(given, job, spec) if given else None
@@ -283,6 +290,7 @@ def _make_job_plan(
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        adapter_parameters=_adapter_parameters(spec),
     )
     cluster = _emulated(job, cluster, workload)
     plan_spec = PlanSpec(
@@ -302,6 +310,13 @@ def _make_job_plan(
         with _explain_infeasible(length, problem.stages):
             replace(problem, visited=length)  # what is infeasible is found before a long search
     return make_plan(problem, Strategy(pipeline.strategy), request)
+
+
+def _adapter_parameters(spec: ModelSpec) -> int:
+    """Of a layer, the mean over all of them; 0 without adapters."""
+    if not spec.lora.rank:
+        return 0
+    return -(-sum(slot.size for slot in layout_of_stage(spec, (spec.layers,), 0)) // spec.layers)
 
 
 def _lengths(job: JobConfig, stages: int, default: int) -> Counter[int]:
@@ -438,6 +453,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        adapter_parameters=_adapter_parameters(spec),
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):

@@ -20,6 +20,7 @@ from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints, StageWrite
 from skippipe.checkpoint.manager import StateReader, manifest_of
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.lora import LoraConfig
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
 from skippipe.optim import OPTIMIZERS
@@ -65,17 +66,26 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
     return tuple(unit * donor + layer for donor in units for layer in range(unit))
 
 
+def donor_name(name: str, copied: Sequence[int]) -> str:
+    """The name of the tensor that this one is a copy of; `copied` as `donor_layers` gives it."""
+    return LAYER.sub(lambda layer: f"model.layers.{copied[int(layer[1])]}.", name, count=1)
+
+
 def young_of(run: Path) -> CheckpointOrigin:
     """The newest sound checkpoint of the run that trained the smaller model."""
     origin = Checkpoints.of_run(run).newest_sound()
     if origin is None:
         raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
+    if origin.manifest.lora.rank:
+        raise UserError(f"{run}: its checkpoints hold adapters, and those do not grow; export the model, and train on")
     return origin
 
 
 def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
     """UserError if a run of this job cannot resume from there, as far as that is known before there is a plan."""
     made, output = young.manifest, Path(job.output)
+    if job.lora != LoraConfig():
+        raise UserError("lora: a grown model is trained whole; leave [lora] out")
     if young.place.parent.parent.resolve() == output.resolve():
         raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
     if job.iterations <= made.iterations:
@@ -90,7 +100,7 @@ def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
     if job.seed != made.seed:
         raise UserError(f"seed: {job.seed} in the job, {made.seed} in {young.place}; text would be repeated: keep it")
     config = config_named(job.model.config, made.config["vocab_size"]).to_dict()  # the text has another look at it
-    differ = _differences(made.config, config)
+    differ = differences(made.config, config)
     if differ:
         raise UserError(
             f"model '{job.model.config}': only the number of layers may differ from {young.place}: {'; '.join(differ)}"
@@ -195,8 +205,7 @@ class _YoungState:
         return layer is not None and self._copied.index(self._copied[int(layer[1])]) < int(layer[1])
 
     def _donor(self, name: str) -> str:
-        """The name of the tensor that this one is a copy of."""
-        return LAYER.sub(lambda layer: f"model.layers.{self._copied[int(layer[1])]}.", name, count=1)
+        return donor_name(name, self._copied)
 
     def _unlike(self, ours: str, theirs: str) -> UserError:
         return UserError(
@@ -205,7 +214,7 @@ class _YoungState:
         )
 
 
-def _differences(young: dict[str, Any], grown: dict[str, Any]) -> list[str]:
+def differences(young: dict[str, Any], grown: dict[str, Any]) -> list[str]:
     """Fields of two configurations that must agree and do not, each with both values."""
     theirs, ours = (json.loads(json.dumps(each)) for each in (young, grown))  # as they look after a file
     names = [name for name in {**theirs, **ours} if name not in LAYER_FIELDS + FILE_FIELDS]

@@ -10,6 +10,7 @@ from skippipe.codecs import CodecId
 from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
+from skippipe.model.lora import LoraConfig
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import USUAL, SkipSchedule
@@ -42,7 +43,8 @@ class ModelConfig:
     """A preset (llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b), a Hugging Face config.json, or its folder."""
     weights: str = ""
     """A Hugging Face folder with weights (safetensors) to begin with, or its name on the hub; the configuration is then
-    taken from it, and the tokenizer unless data.tokenizer names one. Empty: random weights, by the seed."""
+    taken from it, and the tokenizer unless data.tokenizer names one; a model.config that is the same with more layers
+    begins with copies of layers. Empty: random weights, by the seed."""
     checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
 
@@ -230,6 +232,8 @@ class JobConfig:
     """A cluster file, a built-in example (published20) or a preset with a number of nodes (regions:9)."""
     model: ModelConfig = ModelConfig()
     """The model."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters of low rank (LoRA), which are trained in place of the model."""
     data: DataConfig = DataConfig()
     """The text."""
     batch: BatchConfig = BatchConfig()
@@ -262,6 +266,7 @@ class JobConfig:
         check_ranges(self)
         self._check_recipe()
         self._check_unused()
+        self._check_lora()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
         engine, codec = self.averaging.engine, self.averaging.dtype
@@ -340,6 +345,20 @@ class JobConfig:
         table, _, field_name = name.rpartition(".")
         defaults = type(getattr(self, table) if table else self)()
         return bool(self.value(name) != getattr(defaults, field_name))
+
+    def _check_lora(self) -> None:
+        lora = self.lora
+        if not lora.rank and not lora.weights:
+            if lora != LoraConfig():
+                raise UserError("lora.rank: without one there are no adapters, and the rest of [lora] is of no use")
+            return
+        if not self.model.weights:
+            raise UserError("lora: adapters are for a model that exists; name its folder: model.weights")
+        if self.survive.lost_stage == "neighbours":
+            raise UserError(
+                "survive.lost_stage: the adapters of a lost stage come from the newest checkpoint, which there always "
+                "is: leave it out"
+            )
 
     @property
     def followed(self) -> SkipSchedule:

@@ -1,27 +1,36 @@
 """Training that begins with weights that are there: those of a Hugging Face folder become the run's first checkpoint.
 
 So nodes get them as they get the state of any checkpoint: each the tensors of its own stage, and none needs the folder.
-The optimizer begins with nothing, at iteration 0.
+The optimizer begins with nothing, at iteration 0. If only adapters are trained, the first checkpoint has these, and the
+weights of the folder are kept beside all checkpoints.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from skippipe.checkpoint.adapters import BASE, read_adapter, with_adapter
 from skippipe.checkpoint.format import MANIFEST, StageWriter, StoredFile
+from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.manager import manifest_of
 from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline, select_weights
 from skippipe.json_fields import exists
 from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.lora import initial
 from skippipe.model.model_files import CONFIG, TOKENIZER
+from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.optim import OPTIMIZERS
-from skippipe.optim.interface import STORED_BYTES
+from skippipe.optim.interface import STORED_BYTES, ParamSlot
+from skippipe.training.depth_growth import differences, donor_layers, donor_name
 from skippipe.training.job_config import JobConfig, ModelConfig
 from skippipe.training.run import Run
 
@@ -32,13 +41,15 @@ TOKENIZER_FILES = ("tokenizer.json", TOKENIZER, "tokenizer.model", "vocab.json")
 
 def with_pretrained(job: JobConfig) -> JobConfig:
     """The job with the model and the tokenizer of the weights that it begins with; as it is if there are none."""
+    job = replace(job, lora=with_adapter(job.lora))
     if not job.model.weights:
         return job
     folder = _folder_of(job.model.weights)
-    if job.model.config not in (ModelConfig.config, str(folder)):
-        raise UserError(
-            f"model.config: '{job.model.config}', and model.weights has a configuration of its own; leave one out"
-        )
+    config = job.model.config
+    if config in (ModelConfig.config, str(folder)):
+        config = str(folder)
+    else:
+        _check_deeper(config, folder)
     tokenizer = job.data.tokenizer
     if not tokenizer:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -46,7 +57,7 @@ def with_pretrained(job: JobConfig) -> JobConfig:
                 f"model.weights: {folder} has no tokenizer; name the one it was trained with: data.tokenizer"
             )
         tokenizer = str(folder)
-    model = replace(job.model, config=str(folder), weights=str(folder))
+    model = replace(job.model, config=config, weights=str(folder))
     return replace(job, model=model, data=replace(job.data, tokenizer=tokenizer))
 
 
@@ -91,29 +102,94 @@ def check_vocabulary(job: JobConfig, model_tokens: int, tokenizer_tokens: int) -
         )
 
 
-def write_first_checkpoint(run: Run, folder: Path) -> Path:
-    """Write the weights of a folder as the checkpoint of no iterations, from which the run goes on."""
+def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
+    """Write the weights of a folder as the checkpoint of no iterations, from which the run goes on. If adapters are
+    trained, new ones or those of the folder `adapter` make up the checkpoint."""
     node_config, layers = run.node_config, run.node_config.plan.layers
-    optimizer, outline = OPTIMIZERS[node_config.learning.optimizer], CheckpointOutline(folder, run.spec, layers)
+    optimizer = OPTIMIZERS[node_config.learning.optimizer]
+    stages: Iterator[dict[str, Tensor]] = _stages_in(folder, run.spec.without_adapters(), layers)
+    if run.spec.lora.rank:
+        _write_base(run, stages)
+        stages = _adapters(run.spec, layers, Path(adapter) if adapter else None)
     unfinished = run.checkpoints.begin()
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
-    found: dict[str, Tensor] = {}
-    for stage in range(len(layers)):
+    for stage, found in enumerate(stages):
         slots = layout_of_stage(run.spec, layers, stage)
-        names = {slot.name for slot in slots}
-        if not names <= found.keys():  # all were read at once if the files have other names
-            found = select_weights(outline, names)
         writer = StageWriter(unfinished, stage, slots, optimizer, run.run_id)
         for slot in slots:
-            each = found.get(slot.name)
-            if each is None or each.shape != slot.shape:
-                there = f"of shape {list(each.shape)}" if each is not None else "not there"
-                raise UserError(f"{folder}: tensor '{slot.name}' {list(slot.shape)} is {there}")
-            writer.write(encode(each.detach().float().flatten(), "fp32").data)
+            writer.write(encode(found[slot.name].detach().float().flatten(), "fp32").data)
         for slot in optimizer.state_slots(slots)[len(slots) :]:
             writer.write(bytes(STORED_BYTES * slot.size))
         files += writer.finish()
     manifest = manifest_of(node_config, 0, [0] * len(layers), files, run.run_id)
     run.checkpoints.commit(unfinished, manifest)
     return run.checkpoints.complete()[0]
+
+
+def _check_deeper(config: str, folder: Path) -> None:
+    """UserError unless the configuration is that of the folder's model with more layers."""
+    theirs, ours = (config_named(each).to_dict() for each in (str(folder), config))
+    differ = differences(theirs, ours)
+    before, after = theirs["num_hidden_layers"], ours["num_hidden_layers"]
+    if differ or after <= before:
+        what = "; ".join(differ) or f"{after} layers here, {before} there"
+        raise UserError(
+            f"model.config: '{config}', and model.weights has a configuration of its own; leave one out, or name the "
+            f"same with more layers, which are then copies: {what}"
+        )
+
+
+def _stages_in(folder: Path, spec: ModelSpec, layers: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
+    """The weights of each stage, read from a Hugging Face folder; of a deeper model, copies of its layers."""
+    theirs = ModelSpec(config_named(str(folder)))
+    copied = donor_layers((theirs.layers,), layers) if spec.layers > theirs.layers else tuple(range(spec.layers))
+    for layer, donor in enumerate(copied):
+        ours, kind = spec.mask_kind(layer), theirs.mask_kind(donor)
+        if ours != kind:
+            raise UserError(f"model.config: layer {layer} ({ours}) cannot be a copy of layer {donor} ({kind})")
+    outline = CheckpointOutline(folder, theirs, (theirs.layers,))
+    found: dict[str, Tensor] = {}
+    for stage in range(len(layers)):
+        slots = layout_of_stage(spec, layers, stage)
+        donors = [slot._replace(name=donor_name(slot.name, copied)) for slot in slots]
+        names = {slot.name for slot in donors}
+        if not names <= found.keys():  # all were read at once if the files have other names
+            found = select_weights(outline, names)
+        _check_shapes(folder, donors, found)
+        yield {slot.name: found[donor.name] for slot, donor in zip(slots, donors, strict=True)}
+
+
+def _adapters(spec: ModelSpec, layers: tuple[int, ...], folder: Path | None) -> Iterator[dict[str, Tensor]]:
+    """The adapters that each stage begins with: those in a folder of peft, or new ones by the seed."""
+    slots = [layout_of_stage(spec, layers, stage) for stage in range(len(layers))]
+    if folder is not None:
+        found = read_adapter(folder)
+        _check_shapes(folder, [slot for stage in slots for slot in stage], found)
+        others = found.keys() - {slot.name for stage in slots for slot in stage}
+        if others:
+            raise UserError(f"lora.weights: {folder}: '{min(others)}' is of no linear map of this model's layers")
+    for stage in slots:
+        yield {
+            slot.name: initial(slot.name, slot.shape, spec.seed) if folder is None else found[slot.name]
+            for slot in stage
+        }
+
+
+def _check_shapes(folder: Path, slots: Iterable[ParamSlot], found: Mapping[str, Tensor]) -> None:
+    for slot in slots:
+        each = found.get(slot.name)
+        if each is None or each.shape != slot.shape:
+            there = f"of shape {list(each.shape)}" if each is not None else "not there"
+            raise UserError(f"{folder}: tensor '{slot.name}' {list(slot.shape)} is {there}")
+
+
+def _write_base(run: Run, stages: Iterable[dict[str, Tensor]]) -> None:
+    """Keep the weights that adapters are for beside the checkpoints; a stage in bf16 if that is how it is stored."""
+    layers = run.node_config.plan.layers
+    spec = ModelSpec(deepcopy(run.spec.config), run.spec.seed)  # whose configuration is changed by writing it
+    model = ModelFolder(run.checkpoints.folder / BASE, layers, spec, run.tokenizer, run_id=run.run_id)
+    for stage, found in enumerate(stages):
+        model.dtype = torch.bfloat16 if all(each.dtype == torch.bfloat16 for each in found.values()) else torch.float32
+        flat = [found[slot.name].detach().flatten() for slot in layout_of_stage(spec, layers, stage)]
+        model.store_flat(stage, torch.cat(flat))

@@ -120,4 +120,5 @@ class ReferenceTrainer:
         return CODECS[self.plan.workload.wire_dtype].rounded(tensor).float()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: each.detach() for stage in self.stages for name, each in stage.model.named_weights()}
+        """All that are trained."""
+        return {name: each.detach() for stage in self.stages for name, each in stage.model.trained_weights()}

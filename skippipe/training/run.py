@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from skippipe.checkpoint.adapters import BASE
 from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.manager import CheckpointManager, origin_of
@@ -219,6 +220,7 @@ class Run(RunOptions):
             self.tokenizer,
             run_id=self.run_id,
             run=self.output,
+            base=self.checkpoints.folder / BASE if self.spec.lora.rank else None,
         )
         return ModelStore(folder, self.rescue, self._what_to_do)
 

@@ -142,6 +142,12 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
         print(f"begins with the weights in {run_setup.job.model.weights}")
     if run_setup.sampler.summary:
         print(run_setup.sampler.summary)
+    if lora := run_setup.spec.lora.rank:
+        trained = sum(plan.workload.trained_parameters(stage, each) for stage, each in enumerate(plan.layers))
+        print(
+            f"trains adapters of rank {lora} ({', '.join(run_setup.spec.lora.targets)}): {trained / 1e6:.2f}M weights, "
+            f"{trained / parameters:.2%} of the model's, which stay as they are"
+        )
     if len(run_setup.lengths) > 1:
         print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages), promised=promised))
 
@@ -153,7 +159,7 @@ def _announce_backup(run_setup: RunSetup) -> None:
     if run_setup.backup is not None:
         source, target = (plan.cluster.nodes[node].name for node in run_setup.backup)
         print(f"every {every} iterations '{target}' gets a copy of what only stage 0 holds: {size} from '{source}'")
-    elif every and run_setup.collective.elastic:
+    elif every and run_setup.collective.elastic and not run_setup.spec.lora.rank:
         print(f"no node has memory for a copy of what only stage 0 holds ({size}), so none is kept")
     if run_setup.risk:
         print(f"warning: {run_setup.risk}", file=sys.stderr)

@@ -164,7 +164,7 @@ def weights_of(plan: Plan, computers: dict[int, StageExecutor]) -> dict[str, tor
     return {
         name: each.detach()
         for stage in plan.stages
-        for name, each in computers[stage.nodes[0]].tasks.model.named_weights()
+        for name, each in computers[stage.nodes[0]].tasks.model.trained_weights()
     }
 
 

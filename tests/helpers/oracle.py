@@ -76,29 +76,43 @@ def costs(plan: Json) -> Costs:
     checkpointing = work["activation_checkpointing"]
     parameters = [stage["layers"] * layer_parameters for stage in stages]
     parameters[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
+    adapters, share = work.get("adapter_parameters", 0), work.get("weight_share", 0.5)
+    trained = [stage["layers"] * adapters for stage in stages] if adapters else parameters
     kept = 20 if work["gradient_dtype"] == "fp32" else 24
-    fixed_bytes = [kept * count + (layer_bytes if checkpointing else 0) for count in parameters]
+    fixed_bytes = [kept * count + (layer_bytes if checkpointing else 0) for count in trained]
+    if adapters:
+        linear = [stage["layers"] * (attention + (3 * d * f if e == 1 else 0)) for stage in stages]
+        linear[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
+        saved = 4 - {"fp32": 4, "bf16": 2}[work["compute_dtype"]]
+        for index, (count, matrices) in enumerate(zip(parameters, linear, strict=True)):
+            fixed_bytes[index] += 4 * count - saved * matrices
+    ratio = work["backward_ratio"] * (1 - share) if adapters else work["backward_ratio"]
     fixed_bytes[0] += 8 * n * t * v
     held_bytes = [stage["layers"] * (token_bytes * d if checkpointing else layer_bytes) for stage in stages]
 
     def node_costs(node: Json, stage: int) -> Node:
-        forward, stage_0_forward = (stages[s]["layers"] * layer_forward for s in (stage, 0))
+        r, r_0 = (2 * stages[s]["layers"] * n * t * adapters for s in (stage, 0))
+        model_forward = stages[stage]["layers"] * layer_forward
+        forward, stage_0_forward = model_forward + r, stages[0]["layers"] * layer_forward + r_0
+        gradients = ratio * model_forward + 2 * r
         slots = max(0, (node["memory_bytes"] - fixed_bytes[stage]) // held_bytes[stage])
-        head = (1 + work["backward_ratio"]) * n * (2 * t * d * v)
+        head = (1 + ratio) * n * (2 * t * d * v)
         head = head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward
         operations = {
             "forward": forward,
-            "backward": (work["backward_ratio"] + work["activation_checkpointing"]) * forward,
-            "gradients": work["backward_ratio"] * forward,
+            "backward": gradients + checkpointing * forward if adapters else (ratio + checkpointing) * forward,
+            "gradients": gradients,
             "head": 2 * head if work.get("early_exit", False) else head,
-            "optimizer": 250 * parameters[stage],
+            "optimizer": 250 * trained[stage],
         }
         times = {
             kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS))) for kind, count in operations.items()
         }
-        times["weight"], gradients = 0, times.pop("gradients")
+        times["weight"], gradients_ns = 0, times.pop("gradients")
         if is_split(plan):
-            times["weight"] = max(1, round(work.get("weight_share", 0.5) * gradients))
+            of_layer = 2 * n * t * adapters
+            part = of_layer / (ratio * layer_forward + 2 * of_layer) if adapters else share
+            times["weight"] = max(1, round(part * gradients_ns))
             times["backward"] = max(1, times["backward"] - times["weight"])
         return Node(
             stage=stage,
@@ -117,7 +131,7 @@ def costs(plan: Json) -> Costs:
     return Costs(
         nodes={node["name"]: node_costs(node, stage_of[node["name"]]) for node in placed},
         activation_bytes=wire(n * t * d, work["wire_dtype"]) + work["header_bytes"],
-        gradient_bytes=[wire(count, work["gradient_dtype"]) for count in parameters],
+        gradient_bytes=[wire(count, work["gradient_dtype"]) for count in trained],
         fixed_bytes=fixed_bytes,
         held_bytes=held_bytes,
         bandwidth=dict(zip(links, chain(*cluster["bandwidth_bytes_per_s"]), strict=True)),

@@ -14,84 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
-from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.training.backends import BACKENDS
-from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import (
-    BatchConfig,
-    ComputeConfig,
-    DataConfig,
-    JobConfig,
-    ModelConfig,
-    PipelineConfig,
-    TransportConfig,
-)
-from tests.helpers.models import FAMILIES, tiny
+from skippipe.training.build_run import build_run
+from skippipe.training.job_config import ModelConfig
+from tests.helpers.models import FAMILIES
+from tests.helpers.pretrained_jobs import NEAR, Losses, folder_of, job_in, loss_of_transformers, trained
 from tests.helpers.processes import Command
-
-TEXT = "It is a truth universally acknowledged, that a node in possession of a good stage must be in want of a lane. "
-VOCABULARY = 300
-ROOM = 7  # tokens of the model that its tokenizer does not have
-NEAR = 1e-4
-
-
-def folder_of(family: str, folder: Path, *, shard: str = "20KB", dtype: torch.dtype = torch.float32) -> Path:
-    """A model of transformers with random weights, far from those that a run would begin with, and a tokenizer."""
-    tokenizer = train_bpe([TEXT], VOCABULARY)
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(tiny(family, vocab_size=tokenizer.size + ROOM))  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for each in model.parameters():
-            each.add_(0.1 * torch.randn_like(each))
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    tokenizer.save(folder)
-    return folder
-
-
-def job_in(folder: Path, weights: Path | str, **others: Any) -> JobConfig:
-    text = folder / "text.txt"
-    text.write_text(" ".join(f"{number} {TEXT}" for number in range(100)))
-    return replace(
-        JobConfig(
-            cluster="datacentre:4",
-            output=str(folder / "run"),
-            iterations=2,
-            model=ModelConfig(weights=str(weights)),
-            data=DataConfig([str(text)], folder=str(folder / "tokens")),
-            batch=BatchConfig(sequence=16, samples=2, microbatches=4),
-            pipeline=PipelineConfig(stages=3, skip="0", strategy="dtfm-skip", budget_s=0.1),
-            transport=TransportConfig(wire="fp32"),
-            compute=ComputeConfig(dtype="fp32"),
-        ),
-        **others,
-    )
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def iteration_done(self, report: IterationReport) -> None:
-        self.found.append(report.loss)
-
-
-def trained(run_setup: RunSetup, engine: str) -> list[float]:
-    losses = Losses()
-    BACKENDS[engine](run_setup.with_first_checkpoint(), losses, lambda: 0)
-    return losses.found
-
-
-def loss_of_transformers(folder: Path, run_setup: RunSetup) -> float:
-    """Of the first iteration's microbatches."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    sampler, plan, losses = run_setup.node_config.sampler(), run_setup.plan, []
-    for lane, each in enumerate(plan.lanes):
-        for number in range(each.microbatches):
-            inputs, labels = (torch.from_numpy(ids) for ids in sampler.batch(0, plan.microbatch(lane, number)))
-            with torch.no_grad():
-                logits = model(inputs).logits
-            losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item())
-    return sum(losses) / len(losses)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,6 +36,24 @@ def test_the_first_loss_is_that_of_transformers(family: str, tmp_path: Path) -> 
     losses = Losses()
     BACKENDS["one-process"](random, losses, lambda: 0)
     assert losses.found[0] != pytest.approx(expected, rel=100 * NEAR), "without, weights are random"
+
+
+def test_a_deeper_model_begins_with_copies_of_layers(tmp_path: Path) -> None:
+    folder, deeper = folder_of("qwen3", tmp_path / "model"), tmp_path / "deeper"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 8, "layer_types": config["layer_types"][:1] * 8}
+    deeper.mkdir()
+    (deeper / "config.json").write_text(json.dumps(config))
+    job = job_in(tmp_path, folder, model=ModelConfig(config=str(deeper), weights=str(folder)), iterations=1)
+    run_setup = build_run(replace(job, learning=replace(job.learning, rate=1e-30)))
+    (loss,) = trained(run_setup, "virtual")
+    made, weights = tmp_path / "run" / "model", AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert loss == pytest.approx(loss_of_transformers(made, run_setup), rel=NEAR)
+    found = AutoModelForCausalLM.from_pretrained(made).state_dict()
+    for layer, donor in enumerate((0, 1, 2, 3, 1, 2, 3, 4)):
+        name = "model.layers.{}.mlp.up_proj.weight"
+        assert torch.equal(found[name.format(layer)], weights[name.format(donor)]), layer
+    assert torch.equal(found["model.embed_tokens.weight"], weights["model.embed_tokens.weight"])
 
 
 def test_one_process_begins_with_them_too(tmp_path: Path) -> None:

@@ -131,7 +131,10 @@ def best_pair(
     usable: Callable[[int, int], bool] = lambda source, target: True,
     preferred: Collection[int] = (),
 ) -> tuple[int, int] | None:
-    """A data node and a node of another stage with memory for a backup, and the best link between them."""
+    """A data node and a node of another stage with memory for a backup, and the best link between them; None if
+    there is none, or if only adapters are trained: then what stage 0 alone holds lies beside the checkpoints."""
+    if plan.workload.adapter_parameters:
+        return None
     hops = {pair for lane in plan.lanes for a, b in circle(lane.path) for pair in ((a, b), (b, a))}
     backup_bytes = plan.workload.backup_bytes
 
