@@ -1,4 +1,4 @@
-"""Pieces that a node forwards for other stages, and peers that get pieces only when they have done their tasks."""
+"""Pieces that a node takes, forwards for other stages, or keeps until a peer has done its tasks."""
 
 from __future__ import annotations
 
@@ -47,6 +47,55 @@ def pieces_of(bench: Bench) -> list[tuple[int, Message]]:
 def numbers_of(bench: Bench) -> list[tuple[int, int]]:
     """The same: receiver and number of the transfer."""
     return [(receiver, message.header.transfer) for receiver, message in pieces_of(bench)]  # type: ignore[attr-defined]
+
+
+def test_a_piece_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
+    taken = 4, "a gradient piece that has been taken before"
+    bench = Bench(5).begin()  # no lane comes here: it averages at once
+    assert bench.decide() == "begin averaging"
+    bench.take(4, gradient_piece(1, piece=1), gradient_piece(1, piece=1))
+    assert bench.node.dropped == {taken: 1}
+    bench.end()
+    assert bench.work() == ["contribute to piece 2, 0 given", "contribute to piece 1, 1 given"]
+    bench.take(4, gradient_piece(1, piece=1))
+    assert bench.work() == []
+    assert bench.node.dropped == {taken: 2}
+    bench.take(4, gradient_piece(3, piece=0))
+    assert bench.decide() == "contribute to piece 0, 1 given, total"
+    bench.take(4, gradient_piece(3, piece=0))
+    bench.end()
+    assert bench.work() == []
+    assert bench.sent() == ["transfer 2 → 3, epoch 0", "transfer 4 → 3, epoch 0", "transfer 6 → 3, epoch 0"]
+    bench.take(4, gradient_piece(10, piece=1), gradient_piece(8, piece=2))
+    assert bench.decide() == "adopt piece 2", "which is to be passed on"
+    bench.take(4, gradient_piece(8, piece=2))
+    assert bench.node.dropped == {taken: 4}
+    bench.end()
+    assert bench.decide() == "adopt piece 1"
+    assert bench.sent() == ["transfer 11 → 3, epoch 0"]
+
+
+def test_contributions_that_come_before_this_node_is_done_wait_and_go_in_the_order_of_the_schedule() -> None:
+    """Node 3 is the root of the first piece, the others send straight to it; of the second by way of node 4."""
+    pieces = Piece(3, 2), Piece(5, 1, ((3, 4),))
+    plan = small_plan()
+    plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], pieces=pieces)))
+    bench = Bench(3, plan).begin()
+    for number, sender in ((1, 5), (0, 4)):
+        each = plan.stages[2].averaging.schedule.transfers[number]
+        assert (each.sender, each.receiver) == (sender - 3, 0)
+        bench.take(sender, gradient_piece(number))
+    total = plan.stages[2].averaging.schedule.transfers.index((True, 1, 1, 1, 0, 0))
+    bench.take(4, gradient_piece(total, piece=1))
+    assert bench.node.dropped == {(4, A_PIECE): 1}, "a total to which this node has not contributed"
+    for microbatch in range(2):
+        bench.take(2, hop(0, 2, microbatch)).work()
+        bench.take(0, hop(0, 4, microbatch))
+        done = bench.work()
+    assert done[-3:] == ["begin averaging", "contribute to piece 1, 0 given", "contribute to piece 0, 2 given, total"]
+    assert len(bench.sent()) == 4 + 3
+    bench.take(4, gradient_piece(total, piece=1))
+    assert bench.decide() == "adopt piece 1"
 
 
 def test_a_relay_forwards_the_very_body_and_not_before_its_own_tasks_are_done() -> None:

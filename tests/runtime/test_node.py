@@ -1,4 +1,4 @@
-"""Messages to a node that its plan does not expect, and the transfer of state between nodes."""
+"""Messages to a node that its plan does not expect, come early or late, and how far it is in an iteration."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from skippipe.collectives.schedule import Piece
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.messages import (
@@ -21,11 +20,8 @@ from skippipe.runtime.messages import (
     NewPlan,
     PeerUpdate,
     Ready,
-    Recover,
-    Recovered,
     Reroute,
     StateDigest,
-    StateRequest,
     Stepped,
     Stop,
     Welcome,
@@ -35,9 +31,8 @@ from skippipe.runtime.node.ops import Op
 from skippipe.runtime.node.state_machine import MOST_EARLY
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.runtime.state_source import StateSource
 from skippipe.training.train_job import ConsoleCallback
-from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, Stamp, StatePiece
+from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, Stamp
 from tests.helpers.single_node import (
     A_HOP,
     A_PIECE,
@@ -164,55 +159,6 @@ def test_nothing_is_taken_twice_while_it_waits_or_later() -> None:
     ]
 
 
-def test_a_piece_is_not_taken_twice_before_while_or_after_it_is_passed_on() -> None:
-    taken = 4, "a gradient piece that has been taken before"
-    bench = Bench(5).begin()  # no lane comes here: it averages at once
-    assert bench.decide() == "begin averaging"
-    bench.take(4, gradient_piece(1, piece=1), gradient_piece(1, piece=1))
-    assert bench.node.dropped == {taken: 1}
-    bench.end()
-    assert bench.work() == ["contribute to piece 2, 0 given", "contribute to piece 1, 1 given"]
-    bench.take(4, gradient_piece(1, piece=1))
-    assert bench.work() == []
-    assert bench.node.dropped == {taken: 2}
-    bench.take(4, gradient_piece(3, piece=0))
-    assert bench.decide() == "contribute to piece 0, 1 given, total"
-    bench.take(4, gradient_piece(3, piece=0))
-    bench.end()
-    assert bench.work() == []
-    assert bench.sent() == ["transfer 2 → 3, epoch 0", "transfer 4 → 3, epoch 0", "transfer 6 → 3, epoch 0"]
-    bench.take(4, gradient_piece(10, piece=1), gradient_piece(8, piece=2))
-    assert bench.decide() == "adopt piece 2", "which is to be passed on"
-    bench.take(4, gradient_piece(8, piece=2))
-    assert bench.node.dropped == {taken: 4}
-    bench.end()
-    assert bench.decide() == "adopt piece 1"
-    assert bench.sent() == ["transfer 11 → 3, epoch 0"]
-
-
-def test_contributions_that_come_before_this_node_is_done_wait_and_go_in_the_order_of_the_schedule() -> None:
-    """Node 3 is the root of the first piece, the others send straight to it; of the second by way of node 4."""
-    pieces = Piece(3, 2), Piece(5, 1, ((3, 4),))
-    plan = small_plan()
-    plan = replace(plan, stages=(*plan.stages[:2], replace(plan.stages[2], pieces=pieces)))
-    bench = Bench(3, plan).begin()
-    for number, sender in ((1, 5), (0, 4)):
-        each = plan.stages[2].averaging.schedule.transfers[number]
-        assert (each.sender, each.receiver) == (sender - 3, 0)
-        bench.take(sender, gradient_piece(number))
-    total = plan.stages[2].averaging.schedule.transfers.index((True, 1, 1, 1, 0, 0))
-    bench.take(4, gradient_piece(total, piece=1))
-    assert bench.node.dropped == {(4, A_PIECE): 1}, "a total to which this node has not contributed"
-    for microbatch in range(2):
-        bench.take(2, hop(0, 2, microbatch)).work()
-        bench.take(0, hop(0, 4, microbatch))
-        done = bench.work()
-    assert done[-3:] == ["begin averaging", "contribute to piece 1, 0 given", "contribute to piece 0, 2 given, total"]
-    assert len(bench.sent()) == 4 + 3
-    bench.take(4, gradient_piece(total, piece=1))
-    assert bench.decide() == "adopt piece 1"
-
-
 def test_what_comes_before_the_beginning_waits_for_it() -> None:
     bench = Bench(2).take(0, hop(0, 1, iteration=7), hop(1, 1, iteration=6))
     assert bench.work() == []
@@ -326,178 +272,6 @@ def test_a_change_of_an_iteration_whose_step_is_taken_is_dropped() -> None:
     bench.hear(Commit(0, 1.0, 1.0, True, False, False)).work()
     bench.hear(Reroute(0, 1, [3], [[0, 1, 0, 2, 4]], []))
     assert bench.node.phase is NodePhase.WAITING
-
-
-# State transfer
-
-FROM_3 = Recover(StateSource("replica", (3,), (2,), (1.0,), 4), 0)
-
-
-def recovering() -> Bench:
-    """Node 5 has requested state of node 3."""
-    bench = Bench(5).begin(4).hear(FROM_3)
-    assert bench.work() == ["plan transfer", "begin averaging", "contribute to piece 2, 0 given"]
-    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
-    bench.asked.clear()
-    return bench
-
-
-def test_a_node_takes_state_that_has_its_digest() -> None:
-    bench = recovering()
-    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-    bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
-    assert bench.work() == ["write state"]
-    assert bench.executor.state == [((9, 9),)]
-    assert bench.heard() == [Recovered(4, 0)]
-    bench.take(3, state_piece(iteration=4))
-    assert bench.node.dropped == {(3, "state that was not requested"): 1}, "it has all"
-
-
-def test_an_answer_that_comes_twice_is_taken_once() -> None:
-    bench = recovering()
-    for _ in range(2):
-        bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-        bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
-    assert bench.work() == ["write state"]
-    assert bench.heard() == [Recovered(4, 0)]
-
-
-@pytest.mark.parametrize(
-    ("sender", "message"),
-    [
-        (3, state_piece(7, iteration=4)),
-        (4, state_piece(iteration=4)),
-        (3, state_piece(iteration=3)),
-        (2, state_piece(iteration=4)),
-    ],
-    ids=["other numbers", "of another", "of the iteration before", "of another stage"],
-)
-def test_a_node_takes_no_other_state(sender: int, message: Message) -> None:
-    bench = recovering()
-    assert isinstance(message.header, StatePiece)
-    bench.node.handle_peer_control(sender, StateDigest(message.header.first, "sound", 0))
-    bench.take(sender, message)
-    assert bench.work() == []
-    assert bench.executor.state == []
-    assert not bench.heard()
-
-
-def test_state_that_comes_too_late_is_requested_again() -> None:
-    bench = recovering()
-    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-    bench.take(3, state_piece(iteration=3))
-    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
-
-
-def test_state_that_comes_early_is_of_the_next_iteration() -> None:
-    bench = recovering()
-    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-    bench.take(3, state_piece(iteration=5, body=(((9, 9),),)))
-    assert bench.work() == [], "its own step is still to come, and would be one too many"
-    bench.begin(5)
-    assert "write state" in bench.work()
-    assert bench.heard() == [Recovered(5, 0)]
-
-
-def test_state_without_a_digest_is_not_taken() -> None:
-    bench = recovering()
-    bench.take(3, state_piece(iteration=4, body=(((9, 9),),)))
-    assert bench.work() == []
-    assert bench.executor.state == []
-
-
-def test_another_source_is_asked_from_the_beginning() -> None:
-    bench = recovering().hear(Recover(StateSource("replica", (4,), (2,), (1.0,), 4), 0))
-    assert bench.work() == ["plan transfer"]
-    assert bench.asked == [(4, StateRequest(2, 0, 1, 0))]
-    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-    bench.take(3, state_piece(iteration=4))
-    assert bench.node.dropped == {(3, "StateDigest of no use here"): 1, (3, "state that was not requested"): 1}
-
-
-def test_a_broken_connection_to_the_source_makes_it_request_again() -> None:
-    bench = recovering()
-    bench.node.reconnected(4)
-    assert bench.asked == []
-    bench.node.reconnected(3)
-    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
-
-
-def test_a_node_that_recovers_sends_no_state() -> None:
-    bench = recovering()
-    bench.node.handle_peer_control(4, StateRequest(2, 0, 1, 0))
-    assert bench.work() == []
-    assert bench.node.dropped == {(4, "StateRequest of no use here"): 1}
-    able = Bench(3).begin(4)
-    able.node.handle_peer_control(5, StateRequest(2, 0, 1, 0))
-    assert able.work() == ["read state"]
-    assert able.asked == [(5, StateDigest(0, "sound", 0))]
-    assert [(to, message.header) for to, message in able.sent_messages] == [(5, StatePiece(4, 0))]
-
-
-def test_state_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> None:
-    """Or a node that recovers, and has not taken that step yet, takes it twice."""
-    bench = Bench(2).begin(4)
-    average_alone(bench)
-    bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
-    bench.node.handle_peer_control(6, StateRequest(1, 0, 1, 0))
-    assert bench.work() == ["read state"]
-    assert [message.header for to, message in bench.sent_messages if to == 6] == [StatePiece(5, 0)]
-
-
-def test_a_node_that_waits_takes_no_state_from_before_the_step_that_is_committed() -> None:
-    """Its source may hear of the commit later than this node of the pause that follows."""
-    bench = Bench(5).hear(Recover(StateSource("replica", (3,), (2,), (1.0,), 4, iterations=5), 0))
-    assert bench.work() == ["plan transfer"]
-    bench.asked.clear()
-    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-    bench.take(3, state_piece(iteration=4, body=(((8, 8),),)))
-    assert bench.work() == []
-    assert bench.asked == [(3, StateRequest(2, 0, 1, 0))]
-    bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-    bench.take(3, state_piece(iteration=5, body=(((9, 9),),)))
-    assert bench.work() == ["write state"]
-    assert bench.heard() == [Ready()]
-    assert bench.executor.state == [((9, 9),)]
-
-
-def test_a_node_that_has_stepped_and_waits_takes_no_state_from_before_that_step() -> None:
-    bench = Bench(5, plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 3), (1, 2, 4)))).begin(4)
-    bench.hear(Recover(StateSource("replica", (3,), (3,), (1.0,), 4, iterations=4), 0)).work()
-    bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
-    assert bench.node.phase is NodePhase.WAITING
-    for iteration in (4, 5):
-        bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))
-        bench.take(3, state_piece(iteration=iteration))
-        assert bench.work() == ["write state"] * (iteration == 5)
-
-
-def test_state_that_was_received_while_waiting_is_passed_on_as_of_the_iteration_that_begins() -> None:
-    bench = Bench(2)
-    bench.node.executor_ready(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 3, iterations=7), 0)
-    bench.work()
-    bench.node.receive(COORDINATOR, state_piece())
-    bench.work()
-    bench.node.handle_peer_control(6, StateRequest(1, 0, 1, 0))
-    assert bench.work() == ["read state"]
-    assert [message.header for to, message in bench.sent_messages if to == 6] == [StatePiece(7, 0)]
-
-
-def test_a_node_that_begins_with_a_checkpoint_is_ready_when_it_has_it() -> None:
-    bench = Bench(2)
-    bench.node.executor_ready(StateSource("checkpoint", (COORDINATOR,), (1,), (1.0,), 3), 0)
-    assert bench.work() == ["plan transfer"]
-    assert bench.heard() == [StateRequest(1, 0, 1, 0)]
-    bench.node.receive(COORDINATOR, state_piece(body=(((1, 1),),)))
-    assert bench.work() == ["write state"]
-    assert bench.heard() == [Ready()]
-    assert bench.executor.state == [((1, 1),)]
-
-
-def test_a_node_without_an_origin_is_ready_at_once() -> None:
-    bench = Bench(2)
-    bench.node.executor_ready(None, 0)
-    assert bench.heard() == [Ready()]
 
 
 def test_weights_are_read_after_the_step_that_was_committed() -> None:
