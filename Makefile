@@ -63,7 +63,7 @@ test-docs: $(READY)  # Linux, with iproute2 and curl: machines of its own, which
 test-all:  # all of them; says what it could not run, and why
 	$(PYTHON) -m tests.run_all
 
-test-ray: $(READY)  # Linux, with iproute2: in a network that has the loopback only, or Ray looks for an address outside
+test-ray: kernels search-kernels  # Linux, with iproute2: in a network that has the loopback only, or Ray looks for an address outside
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	unshare --map-root-user --net sh -c 'ip link set lo up && exec $(BIN)/pytest tests/long/ray_launch.py'
 
@@ -71,7 +71,7 @@ test-harness: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,harness]' accelerate  # the harness's own model wants it
 	$(BIN)/pytest tests/long/lm_harness.py
 
-test-browser: $(READY)  # with Debian's chromium: apt-get install chromium
+test-browser: kernels search-kernels  # with Debian's chromium: apt-get install chromium
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
 	$(BIN)/pytest tests/long/browser.py
 
