@@ -13,7 +13,7 @@ that, because the task would have started no sooner had it been ready sooner.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -25,6 +25,8 @@ from skippipe.plan import Plan
 from skippipe.timeline import Task, Timeline, Timing
 
 Link = tuple[int, int]
+UPLOAD, LINK, DOWNLOAD = range(3)
+"""Where a message may have to wait for another: at the sender's upload, the link, the receiver's download."""
 
 
 class CauseKind(StrEnum):
@@ -86,58 +88,48 @@ class _Message:
     order: tuple[int, ...]
     """Which of two goes first that leave, or come to a download, at the same time."""
     leaves_ns: int
-    transmit_ns: int
     flight_ns: int
-    upload_ns: int
-    """Time for which it keeps the sender's upload busy; 0: that has no limit. The next is the same of the download."""
-    download_ns: int
+    busy_ns: tuple[int, int, int]
+    """Time for which it keeps upload, link and download busy; 0: that has no limit."""
     task: Task | None = None
     """The task whose result it carries; None: it is a transfer."""
     stage: int | None = None
     """The stage that averages."""
-    uploaded_from_ns: int = 0
-    """When its sender's upload begins with it, as does the link with the next, and the receiver's download with the
-    last."""
-    sent_from_ns: int = 0
-    received_from_ns: int = 0
-    before_on_upload: _Message | None = None
-    """The message before it, as are the next two."""
-    before_on_link: _Message | None = None
-    before_on_download: _Message | None = None
+    start_ns: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """When upload, link and download begin with it."""
+    before: list[_Message | None] = field(default_factory=lambda: [None, None, None])
+    """The message before it at each of them."""
 
-    @property
-    def comes_ns(self) -> int:
-        """When its first byte comes to the receiver."""
-        return self.sent_from_ns + self.flight_ns
+    def ready_ns(self, where: int) -> int:
+        """When it comes to the upload, the link or the download, with its first byte."""
+        return (self.leaves_ns, self.start_ns[UPLOAD], self.start_ns[LINK] + self.flight_ns)[where]
+
+    def end_ns(self, where: int) -> int:
+        return self.start_ns[where] + self.busy_ns[where]
 
 
 class _Network:
     """Messages one after another on uploads, links and downloads, as docs/formats.md has it."""
 
     def __init__(self) -> None:
-        self.on_upload: dict[int, _Message] = {}
-        self.on_link: dict[Link, _Message] = {}
-        self.on_download: dict[int, _Message] = {}
+        self.last: dict[tuple[int, int | Link], _Message] = {}
+        """The last message at each upload (by its node), link and download."""
 
     def carry(self, messages: Iterable[_Message]) -> None:
         """All of them go after those that were carried before."""
         for message in sorted(messages, key=lambda each: (each.leaves_ns, each.order)):
-            sender, start_ns = message.link[0], message.leaves_ns
-            if message.upload_ns:
-                message.before_on_upload = before = self.on_upload.get(sender)
-                start_ns = max(start_ns, before.uploaded_from_ns + before.upload_ns if before else 0)
-                self.on_upload[sender] = message
-            message.uploaded_from_ns = start_ns
-            message.before_on_link = before = self.on_link.get(message.link)
-            message.sent_from_ns = max(start_ns, before.sent_from_ns + before.transmit_ns if before else 0)
-            self.on_link[message.link] = message
-        for message in sorted(messages, key=lambda each: (each.comes_ns, each.order)):
-            receiver, start_ns = message.link[1], message.comes_ns
-            if message.download_ns:
-                message.before_on_download = before = self.on_download.get(receiver)
-                start_ns = max(start_ns, before.received_from_ns + before.download_ns if before else 0)
-                self.on_download[receiver] = message
-            message.received_from_ns = start_ns
+            self._queue(message, UPLOAD, message.link[0])
+            self._queue(message, LINK, message.link)
+        for message in sorted(messages, key=lambda each: (each.ready_ns(DOWNLOAD), each.order)):
+            self._queue(message, DOWNLOAD, message.link[1])
+
+    def _queue(self, message: _Message, where: int, which: int | Link) -> None:
+        start_ns = message.ready_ns(where)
+        if message.busy_ns[where] or where == LINK:
+            message.before[where] = before = self.last.get((where, which))
+            start_ns = max(start_ns, before.end_ns(where) if before else 0)
+            self.last[where, which] = message
+        message.start_ns[where] = start_ns
 
 
 class _Walk:
@@ -190,10 +182,8 @@ class _Walk:
                 link,
                 (task.lane,),
                 task.end_ns,
-                int(costs.transmit_ns[link]),
                 int(costs.flight_ns[link]),
-                int(costs.upload_ns[task.node]),
-                int(costs.download_ns[following.node]),
+                (int(costs.upload_ns[link[0]]), int(costs.transmit_ns[link]), int(costs.download_ns[link[1]])),
                 task,
             )
         self.network.carry(found.values())
@@ -278,27 +268,30 @@ class _Walk:
 
     def _back_over_messages(self, message: _Message) -> _Message:
         """Go back from the arrival of a message, over those that it waited for, to when the first of them left."""
-        self._spend(message.received_from_ns, self._sending(message.link, message.stage))
-        while message.received_from_ns > message.comes_ns:
-            receiver = message.link[1]
-            self._wait(self._download(receiver, message.stage), message.comes_ns)
-            assert message.before_on_download is not None
-            message = message.before_on_download
-            self._spend(message.received_from_ns, self._download(receiver, message.stage))
+        self._spend(message.start_ns[DOWNLOAD], self._sending(message.link, message.stage))
+        message = self._back_in_queue(message, DOWNLOAD)
         latency = CauseKind.LATENCY if message.stage is None else CauseKind.AVERAGING_LATENCY
-        self._spend(message.sent_from_ns, Cause(latency, *message.link, message.stage))
-        while message.sent_from_ns > message.uploaded_from_ns:
-            queue = CauseKind.QUEUE if message.stage is None else CauseKind.AVERAGING_BANDWIDTH
-            self._wait(Cause(queue, *message.link, message.stage), message.uploaded_from_ns)
-            assert message.before_on_link is not None
-            message = message.before_on_link
-            self._spend(message.sent_from_ns, self._sending(message.link, message.stage))
-        while message.uploaded_from_ns > message.leaves_ns:
-            self._wait(self._upload(message.link[0], message.stage), message.leaves_ns)
-            assert message.before_on_upload is not None
-            message = message.before_on_upload
-            self._spend(message.uploaded_from_ns, self._upload(message.link[0], message.stage))
+        self._spend(message.start_ns[LINK], Cause(latency, *message.link, message.stage))
+        return self._back_in_queue(self._back_in_queue(message, LINK), UPLOAD)
+
+    def _back_in_queue(self, message: _Message, where: int) -> _Message:
+        """Go back over the messages that it waited for there, to the first that did not wait."""
+        while message.start_ns[where] > (ready_ns := message.ready_ns(where)):
+            self._wait(self._queued(message, where), ready_ns)
+            before = message.before[where]
+            assert before is not None
+            message = before
+            held_up_by = self._sending(message.link, message.stage) if where == LINK else self._queued(message, where)
+            self._spend(message.start_ns[where], held_up_by)
         return message
+
+    def _queued(self, message: _Message, where: int) -> Cause:
+        if where == UPLOAD:
+            return self._upload(message.link[0], message.stage)
+        if where == DOWNLOAD:
+            return self._download(message.link[1], message.stage)
+        kind = CauseKind.QUEUE if message.stage is None else CauseKind.AVERAGING_BANDWIDTH
+        return Cause(kind, *message.link, message.stage)
 
     # the end of the iteration
 
@@ -352,16 +345,12 @@ class _Walk:
         """All transfers by their ranks, and when they arrive."""
         record = np.zeros((len(schedule.stages), 4), np.int64)
         free_ns = free_links(len(self.plan.cluster))
-        for link, message in self.network.on_link.items():
-            free_ns.link_ns[link] = message.sent_from_ns + message.transmit_ns
-        for node, message in self.network.on_upload.items():
-            free_ns.upload_ns[node] = message.uploaded_from_ns + message.upload_ns
-        for node, message in self.network.on_download.items():
-            free_ns.download_ns[node] = message.received_from_ns + message.download_ns
+        for (where, which), message in self.network.last.items():
+            (free_ns.upload_ns, free_ns.link_ns, free_ns.download_ns)[where][which] = message.end_ns(where)
         schedule.run(np.array(done, np.int64), times, free_ns, record)
         columns = (schedule.stages, schedule.senders, schedule.receivers, record[:, 0], *times)
         transfers = [
-            _Message((sender, receiver), (number,), ready, transmit, flight, upload, download, stage=stage)
+            _Message((sender, receiver), (number,), ready, flight, (upload, transmit, download), stage=stage)
             for number, (stage, sender, receiver, ready, transmit, flight, _, upload, download) in enumerate(
                 zip(*(column.tolist() for column in columns), strict=True)
             )
