@@ -8,7 +8,6 @@ carry the number of the probe and of the message, so that a late answer is not t
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +25,7 @@ from skippipe.profiling.estimators import (
     Stream,
 )
 from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, ProbeRate, Stop
-from skippipe.runtime.node.interfaces import PROFILING, NodeEnv, Role, Roles
+from skippipe.runtime.node.interfaces import PROFILING, BaseNode, NodeEnv, Role, Roles
 from skippipe.runtime.state_source import StateSource
 from skippipe.toml_config import from_table
 from skippipe.transport.link_emulation import EmulatedLink
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from skippipe.profiling.compute_bench import ComputeBench
     from skippipe.runtime.node.interfaces import JoinConfig
 
-log = logging.getLogger(__name__)
 PING, PONG = 0, 1  # the direction of a message that measures a link
 LATE = "a late answer"
 
@@ -94,17 +92,11 @@ class RunPasses:
     """What its executor is asked to do, once (see `compute_bench`)."""
 
 
-class ProfilingNode:
-    epoch = 0
-
+class ProfilingNode(BaseNode):
     def __init__(self, number: int, nodes: int, effort: ProbeSettings, env: NodeEnv) -> None:
-        self.stopped: Stop | None = None
-        self.dropped: Counter[tuple[int, str]] = Counter()
-        """Sender and what was wrong → how many such messages were dropped."""
-        self._number = number
+        super().__init__(number, env)
         self._nodes = nodes
         self._effort = effort
-        self._env = env
         self._probe: Probe | ProbeRate | None = None
         self._probing = LinkProbe(effort)
         self._rate_probing = RateProbe(effort, {})
@@ -154,18 +146,18 @@ class ProfilingNode:
             case Stop():
                 self.stopped = control
             case _:
-                self._drop(COORDINATOR, type(control).__name__)
+                self.drop(COORDINATOR, type(control).__name__)
 
     def receive(self, sender: int, message: Message) -> None:
         header = message.header
         if not isinstance(header, ProbePiece) or message.body is None:
-            self._drop(sender, message.kind.label)
+            self.drop(sender, message.kind.label)
         elif header.direction == PING:
             self._prober = sender
             size = min(max(header.answer_bytes // 4 * 4, SMALL_BYTES), self._effort.most_bytes)
             self._env.send(sender, _message(ProbePiece(header.probe, PONG, header.step), size))
         elif self._probe is None or self._probe.probe != header.probe:
-            self._drop(sender, LATE)
+            self.drop(sender, LATE)
         elif isinstance(self._probe, ProbeRate):
             self._take_chunk(self._probe, sender)
         elif (sender, header.step) == (self._probe.peer, self._step):
@@ -173,10 +165,7 @@ class ProfilingNode:
             self._step += 1
             self._send_next()
         else:
-            self._drop(sender, LATE)
-
-    def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
-        self._drop(sender, type(control).__name__)
+            self.drop(sender, LATE)
 
     # Actions
 
@@ -200,12 +189,6 @@ class ProfilingNode:
             case None:
                 measured = set()
         return measured if self._prober is None else measured | {self._prober}
-
-    def reconnected(self, _peer: int) -> None:
-        """A connection broke and came back: a message that was on its way may be lost, and its answer is then late."""
-
-    def retry_requests(self, _timeout_ns: int) -> None:
-        """Nothing is repeated."""
 
     def _send_next(self) -> None:
         assert isinstance(self._probe, Probe)
@@ -238,7 +221,7 @@ class ProfilingNode:
         """A chunk is confirmed, or has come. The next follows; in the end, all that is on the way is waited for, so
         that it does not disturb what is measured next."""
         if not self._unconfirmed[peer]:
-            self._drop(peer, LATE)
+            self.drop(peer, LATE)
             return
         self._unconfirmed[peer] -= 1
         spent_s = (self._env.now_ns() - self._began_ns) / 1e9
@@ -249,7 +232,7 @@ class ProfilingNode:
             self._report(probe)
 
     def _is_peer(self, number: int) -> bool:
-        return 0 <= number < self._nodes and number != self._number
+        return 0 <= number < self._nodes and number != self.number
 
     def _is_stream(self, row: list[int]) -> bool:
         return (
@@ -264,11 +247,6 @@ class ProfilingNode:
         self._probe = None
         samples = self._probing.samples if isinstance(probe, Probe) else self._rate_probing.samples
         self._env.send_control(Probed(probe.probe, [[float(size), took_s] for size, took_s in samples]))
-
-    def _drop(self, sender: int, what: str) -> None:
-        self.dropped[sender, what] += 1
-        if self.dropped[sender, what] == 1:
-            log.warning("dropped from %s: %s (later ones are only counted)", sender, what)
 
 
 def _message(header: ProbePiece, size: int) -> Message:

@@ -7,8 +7,7 @@ route; from other nodes come tensors only, and only those that a step foresees a
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,7 +27,7 @@ from skippipe.runtime.messages import (
     StepFailed,
     Stop,
 )
-from skippipe.runtime.node.interfaces import SERVING, NodeEnv, Role, Roles
+from skippipe.runtime.node.interfaces import SERVING, BaseNode, NodeEnv, Role, Roles
 from skippipe.runtime.node.ops import op_name
 from skippipe.runtime.state_source import StateSource
 from skippipe.serving.step_protocol import (
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import JoinConfig
     from skippipe.serving.executor import ServingExecutor
 
-log = logging.getLogger(__name__)
 MAX_STEPS = 1024  # pending steps
 MAX_EARLY, MAX_EARLY_BYTES = 256, 2**28  # tensors of each sender that are kept before their step is known
 
@@ -78,18 +76,12 @@ class EarlyMessages:
         self._kept.clear()
 
 
-class ServingNode:
+class ServingNode(BaseNode):
     """A node of a route; `epoch` is constant, as plans do not change here."""
 
-    epoch = 0
-
     def __init__(self, info: NodeInfo, env: NodeEnv) -> None:
-        self.number = info.number
-        self.stopped: Stop | None = None
-        self.dropped: Counter[tuple[int, str]] = Counter()
-        """Sender and reason → number of messages that were dropped."""
+        super().__init__(info.number, env)
         self._info = info
-        self._env = env
         self._pending: dict[tuple[int, int], StepInput] = {}
         """Step and position on its path → the step, until its tensor arrives."""
         self._early = EarlyMessages()
@@ -123,19 +115,16 @@ class ServingNode:
             case Stop():
                 self.stopped = control
             case _:
-                self._drop(COORDINATOR, type(control).__name__)
+                self.drop(COORDINATOR, type(control).__name__)
 
     def receive(self, sender: int, message: Message) -> None:
         header = message.header
         if not isinstance(header, StepHop) or message.body is None:
-            self._drop(sender, message.kind.label)
+            self.drop(sender, message.kind.label)
         elif (key := (header.step, header.place)) in self._pending:
             self._take(key, sender, message.body)
         else:
             self._early.put(sender, key, message.body)
-
-    def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
-        self._drop(sender, type(control).__name__)
 
     # Work
 
@@ -174,21 +163,15 @@ class ServingNode:
         near = {step.path[(position + 1) % len(step.path)] for (_, position), step in self._pending.items()}
         return near - {self.number}
 
-    def reconnected(self, _node: int) -> None:
-        """A connection was restored; the gateway notices what was lost with it."""
-
-    def retry_requests(self, _timeout_ns: int) -> None:
-        """Does nothing: no tensor is sent twice."""
-
     def _add_step(self, message: RunStep) -> None:
         """The node has a position on the step's path; the first node has another one at the end."""
         if len(self._pending) >= MAX_STEPS:
-            self._drop(COORDINATOR, "more steps than are ever in flight")
+            self.drop(COORDINATOR, "more steps than are ever in flight")
             return
         try:
             step = parse_step(message, self._info)
         except UserError as error:
-            self._drop(COORDINATOR, str(error))
+            self.drop(COORDINATOR, str(error))
             return
         position = step.path.index(self.number)
         if position == 0:
@@ -203,20 +186,15 @@ class ServingNode:
     def _take(self, key: tuple[int, int], sender: int, body: Any) -> None:
         step, position = self._pending[key], key[1]
         if sender != step.path[position - 1]:
-            self._drop(sender, "a tensor of a step that does not come from this sender")
+            self.drop(sender, "a tensor of a step that does not come from this sender")
             return
         message = Message(StepHop(step.step, step.route, position), body)
         if not self._env.fits(message, step.num_tokens):
-            self._drop(sender, "a tensor of another shape or type")
+            self.drop(sender, "a tensor of another shape or type")
             return
         del self._pending[key]
         at_the_end = position == len(step.path)
         self._ready.append(SampleTokens(step, body) if at_the_end else ForwardStep(step, position, body))
-
-    def _drop(self, sender: int, reason: str) -> None:
-        self.dropped[sender, reason] += 1
-        if self.dropped[sender, reason] == 1:
-            log.warning("dropped from %s: %s (later ones are only counted)", sender, reason)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
-"""Interfaces of a node: what its state machine sees of the world, what the agent sees of a state machine, and roles."""
+"""Interfaces of a node: what its state machine sees of the world, what the agent sees of a state machine, what those of
+all roles have in common, and roles."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,6 +18,8 @@ from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import EmulatedLink
 from skippipe.transport.mailbox import Security
 from skippipe.transport.message import Message
+
+log = logging.getLogger(__name__)
 
 
 class NodeEnv(Protocol):
@@ -95,6 +100,38 @@ class StateMachine(Protocol):
 
     def retry_requests(self, timeout_ns: int) -> None:
         """Send requests again that got no answer in that time."""
+
+
+class BaseNode:
+    """What the state machines of all roles have in common: messages that are not expected are dropped and counted."""
+
+    epoch = 0
+
+    def __init__(self, number: int, env: NodeEnv) -> None:
+        self.number = number
+        self.stopped: Stop | None = None
+        self.dropped: Counter[tuple[int, str]] = Counter()
+        """Sender and what was wrong → number of messages that were not taken."""
+        self._env = env
+
+    def handle_peer_control(self, sender: int, control: ControlMessage) -> None:
+        self.drop(sender, type(control).__name__)
+
+    def reconnected(self, _peer: int) -> None:
+        """Nothing is sent again: whoever asked for it notices what was lost with the connection."""
+
+    def retry_requests(self, _timeout_ns: int) -> None:
+        """A node without a plan has no requests of its own."""
+
+    def drop(self, sender: int, what: str) -> None:
+        """Count a message that is of no use; the first of its kind goes to the log."""
+        self.dropped[sender, what] += 1
+        if self.dropped[sender, what] == 1:
+            name = "the coordinator" if sender == COORDINATOR else self._name_of(sender)
+            log.warning("dropped a message of %s: %s (later ones are only counted)", name, what)
+
+    def _name_of(self, node: int) -> str:
+        return f"node {node}"
 
 
 @dataclass(frozen=True)

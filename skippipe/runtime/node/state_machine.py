@@ -16,8 +16,6 @@ any time, and what a node has added once it never adds again. Messages that are 
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +45,7 @@ from skippipe.runtime.messages import (
     TasksDone,
 )
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
-from skippipe.runtime.node.interfaces import IN_ITERATION, NodeEnv, NodePhase
+from skippipe.runtime.node.interfaces import IN_ITERATION, BaseNode, NodeEnv, NodePhase
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.ops import (
     AdoptPiece,
@@ -84,24 +82,19 @@ from skippipe.transport.message import (
     WeightsPiece,
 )
 
-log = logging.getLogger(__name__)
 MOST_EARLY = 64  # messages of one sender that are kept because they are ahead of their time
 
 
-class TrainingNode:
+class TrainingNode(BaseNode):
     """One node of a run: its phase in the iteration, its tasks, its part in averaging, and its state transfers."""
 
     def __init__(self, number: int, plan: Plan, env: NodeEnv) -> None:
-        self.number = number
+        super().__init__(number, env)
         self.stage = plan.stage_of[number]
         self.phase = NodePhase.WAITING
         self.iteration = -1
         self.epoch = 0
         self._begun_epoch = 0
-        self.stopped: Stop | None = None
-        self.dropped: Counter[tuple[int, str]] = Counter()
-        """Sender and what was wrong → number of messages that were not taken."""
-        self._env = env
         self._next_plan: Plan | None = None
         self._next_begin: Begin | None = None
         self._next_changes: list[Reroute | Drain | Average] = []
@@ -348,12 +341,8 @@ class TrainingNode:
 
     # Messages from nodes
 
-    def drop(self, sender: int, what: str) -> None:
-        """Count a message that is of no use; the first of its kind goes to the log."""
-        self.dropped[sender, what] += 1
-        if self.dropped[sender, what] == 1:
-            name = "the coordinator" if sender == COORDINATOR else self.plan.cluster.nodes[sender].name
-            log.warning("dropped a message of %s: %s (later ones are only counted)", name, what)
+    def _name_of(self, node: int) -> str:
+        return self.plan.cluster.nodes[node].name
 
     def _take(self, sender: int, message: Message, arrived_ns: int) -> None:
         """A message of this iteration, and of this epoch or an earlier one; any other is dropped."""
