@@ -129,13 +129,15 @@ class Runner:
                 save_frozen(engine, kept_file, losses, curve, time.perf_counter() - began - evaluation_s)
             engine.grow(paths.born)
             young = len(paths.there) < variant.stages
-            text = self._text.iteration(sampler, number)
+            inputs, labels = self._text.iteration(sampler, number)
             size = batch.microbatches // run.steps(number)[0]
             for begin in range(0, len(paths.visits), size):
                 row = begin % batch.microbatches * batch.samples
+                rows = slice(row, row + size * batch.samples)
                 loss = engine.iteration(
                     number,
-                    *(each[row : row + size * batch.samples] for each in text),
+                    inputs[rows],
+                    labels[rows],
                     paths.visits[begin : begin + size],
                     young=young,
                     healing=variant.recipe.heals(number, run.iterations),
