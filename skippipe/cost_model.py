@@ -18,7 +18,7 @@ from skippipe.collectives.schedule import Averaging
 from skippipe.jit import Floats, Ints
 from skippipe.workload import Workload
 
-NEVER_NS = 10**15  # about eleven days: what a hop over no link takes, and the most that any task or hop can
+NEVER_NS = transfers.NEVER_NS
 
 
 def ns(seconds: float) -> int:
@@ -90,13 +90,6 @@ class CostModel:
         return transfers.takes_ns(self, stage, averaging)
 
 
-def transmit_ns(bandwidth_bytes_per_s: Floats, size_bytes: int) -> Ints:
-    """Time for which a message keeps links of these bandwidths busy; NEVER_NS where there is no link."""
-    with np.errstate(divide="ignore", over="ignore"):
-        transmit = np.where(bandwidth_bytes_per_s > 0, np.rint(size_bytes / bandwidth_bytes_per_s * 1e9), NEVER_NS)
-    return np.minimum(transmit, NEVER_NS).astype(np.int64)
-
-
 def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
     """The cost model of a workload, split into stages of these layers, on a cluster."""
     speed = [node.flops_per_s for node in cluster.nodes]
@@ -106,6 +99,9 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
 
     def stage_by_node(flops_of_stage: list[float]) -> Ints:
         return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
+
+    def hop_ns(bandwidth: Floats) -> Ints:
+        return transfers.transmit_ns(workload.activation_bytes, bandwidth, least_ns=0)
 
     forward = [float(workload.forward_flops(k)) for k in layers]
     step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
@@ -127,9 +123,9 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
             dtype=np.int64,
         ),
         flight_ns=_without_diagonal(flight),
-        transmit_ns=_without_diagonal(transmit_ns(bandwidth, workload.activation_bytes)),
-        upload_ns=transmit_ns(upload, workload.activation_bytes),
-        download_ns=transmit_ns(download, workload.activation_bytes),
+        transmit_ns=_without_diagonal(hop_ns(bandwidth)),
+        upload_ns=hop_ns(upload),
+        download_ns=hop_ns(download),
         bandwidth_bytes_per_s=bandwidth,
         upload_bytes_per_s=upload,
         download_bytes_per_s=download,

@@ -77,8 +77,8 @@ def exchange(
         free += more
     found = []
     for root, by in zip(roots.tolist(), ways.tolist(), strict=True):
-        forwarded = tuple((order[at], relay) for at, relay in enumerate(by) if at != root and relay >= 0)
-        found.append(Piece(order[root], 1, (), forwarded))
+        relayed = tuple((order[at], relay) for at, relay in enumerate(by) if at != root and relay >= 0)
+        found.append(Piece(order[root], 1, (), relayed))
     return Averaging(tuple(order), tuple(found))
 
 

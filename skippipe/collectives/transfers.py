@@ -16,7 +16,7 @@ from skippipe.collectives.schedule import Averaging
 from skippipe.event_loop import drop_first, push
 from skippipe.jit import Floats, Ints, kernel
 
-NEVER_NS = 10**15  # what a transfer takes over no link, and the most that any can; as in `cost_model`
+NEVER_NS = 10**15  # about eleven days: what goes over no link takes that long, and no task, hop or transfer longer
 NO_RECORD = np.empty((0, 4), np.int64)
 
 
@@ -307,11 +307,11 @@ def transfer_loads(costs: LinkCosts, averagings: Sequence[tuple[int, Averaging]]
     return loads
 
 
-def transmit_ns(size_bytes: Ints, bandwidth: Floats) -> Ints:
-    """Time for which messages of so many bytes keep links busy: a nanosecond at least; NEVER_NS where there is none."""
+def transmit_ns(size_bytes: Ints | int, bandwidth: Floats, least_ns: int = 1) -> Ints:
+    """Time for which messages of so many bytes keep links busy; NEVER_NS where there is none."""
     with np.errstate(divide="ignore", over="ignore"):
         taken = np.where(bandwidth > 0, np.rint(size_bytes / bandwidth * 1e9), NEVER_NS)
-    return taken.clip(1, NEVER_NS).astype(np.int64)
+    return taken.clip(least_ns, NEVER_NS).astype(np.int64)
 
 
 def averaged_ns(costs: LinkCosts, stage: int, averaging: Averaging, done_ns: Ints) -> int:

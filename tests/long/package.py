@@ -20,11 +20,11 @@ DATA = {
     for file in (ROOT / "skippipe").rglob("*")
     if file.is_file() and file.suffix != ".py" and file.parent.name != "__pycache__"
 }
+ELSEWHERE = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not this checkout
 
 
 def _run(*words: str | Path, folder: Path) -> str:
-    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not this checkout
-    done = subprocess.run(list(words), cwd=folder, env=elsewhere, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(list(words), cwd=folder, env=ELSEWHERE, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -85,7 +85,7 @@ def test_what_is_missing_is_said_in_one_line(installed: Path, tmp_path: Path) ->
     commands = ["train job.toml", "node --join a:1 --key k", "serve run", "eval run --text classics-val"]
     for line in commands:
         words = [str(installed / "skippipe"), *line.split()]
-        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=tmp_path, env=ELSEWHERE, capture_output=True, text=True)
         assert done.returncode == 2, line
         assert len(done.stderr.splitlines()) == 1, done.stderr
         assert "pip install 'skippipe[" in done.stderr
