@@ -52,7 +52,7 @@ def test_files_and_tests_that_pages_name_exist() -> None:
     """Such as `transport/mailbox.py`, or `test_mailbox.py::test_oversize_is_refused`."""
     files = [
         file.relative_to(ROOT).as_posix()
-        for folder in ("skippipe", "tests", "benchmarks")
+        for folder in ("skippipe", "tests", "benchmarks", "examples")
         for file in modules_of(folder)
     ]
     tests = {line for file in modules_of("tests") for line in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
