@@ -73,7 +73,7 @@ class RunFolder:
         for task in expected.tasks if recorded else ():
             times = (round(1.1 * time) for time in (task.ready_ns, task.start_ns, task.end_ns))  # a tenth slower
             tasks.setdefault(task.node, []).append([task.lane, task.microbatch, task.step, *times])
-        closing = {}
+        closing: dict[int, tuple[int, ...]] = {}
         for node, stage in self.plan.stage_of.items():
             begun_ns, ended_ns = expected.averaging_ns[stage]
             closing[node] = (round(1.1 * begun_ns), round(1.1 * ended_ns), 10**7)
