@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 demo: $(READY)
 	$(BIN)/python examples/lose_half.py
 	@echo
-	$(BIN)/skippipe compare published20 --contention-only --budget 5 -o demo --overwrite
+	$(BIN)/skippipe compare published20 --contention-only --budget 3 -o demo --overwrite
 	@echo
 	$(BIN)/skippipe show demo/best.json --html demo/best.html --png demo/best.png --overwrite
 	@echo
