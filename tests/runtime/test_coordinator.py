@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
-from skippipe.runtime.coordinator.settings import RecoverySettings
+from skippipe.runtime.coordinator.settings import RecordedIterations, RecoverySettings
 from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
@@ -476,3 +476,13 @@ def test_a_run_that_failed_while_nodes_rejoined_stays_failed() -> None:
         again.send(node, structs.replace(HELLO, epoch=1, iteration=1 if node else 7, phase="RUNNING"))
     assert again.coordinator.state is CoordinatorState.FAILED
     assert again.coordinator.failure
+
+
+def test_early_and_last_iterations_are_recorded() -> None:
+    def recorded(every: int, iterations: int) -> list[int]:
+        return [number for number in range(iterations) if number in RecordedIterations(every, iterations)]
+
+    assert recorded(50, 120) == [1, 49, 99, 119]
+    assert recorded(50, 20) == [1, 19]
+    assert recorded(50, 1) == [0]
+    assert recorded(0, 20) == []
