@@ -7,6 +7,7 @@ of the batch. The order is that of transformers: bias, repetition penalty, prese
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,8 +58,9 @@ def _process_row(values: Tensor, context: LogitsContext) -> None:
         values[ids] = torch.where(seen < 0, seen * params.repetition_penalty, seen / params.repetition_penalty)
     output = context.tokens[context.num_prompt_tokens :]
     if output and (params.presence_penalty or params.frequency_penalty):
-        ids, counts = _ids(output, values).unique(return_counts=True)
-        values[ids] -= params.frequency_penalty * counts + params.presence_penalty
+        found = Counter(output)
+        counts = torch.tensor(list(found.values()), dtype=values.dtype, device=values.device)
+        values[_ids(list(found), values)] -= params.frequency_penalty * counts + params.presence_penalty
     if context.allowed:
         mask = torch.frombuffer(bytearray(context.allowed), dtype=torch.uint8)
         bits = (mask[:, None] >> BITS & 1).flatten()[: len(values)].bool()

@@ -16,7 +16,7 @@ from skippipe.inference.request import FinishReason
 from skippipe.serving.scheduler import TokenConstraint
 
 ANY_OBJECT = {"type": "object"}
-OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}  # bounded: weak models write blanks for ever where they may
+OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}  # bounded: weak models write blanks for ever where they may
 
 
 class GrammarMatcher:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -190,29 +189,32 @@ def _rows(rows_json: list[list[int]], room: int) -> tuple[InputRow, ...]:
 def _sampling(message: RunStep, rows: int, vocabulary: int) -> tuple[RowSampling, ...]:
     each = message.chances, message.seeds, message.prompts, message.biases, message.logprobs, message.allowed
     _check(all(len(column) == rows for column in each), "other sampling parameters than rows")
-    return tuple(_row_sampling(*row, vocabulary) for row in zip(*each, strict=True))
+    return tuple(_row_sampling(message, row, vocabulary) for row in range(rows))
 
 
-def _row_sampling(
-    chances: list[float],
-    seed: int,
-    prompt: int,
-    biases: list[list[float]],
-    logprobs: int,
-    allowed: str,
-    vocabulary: int,
-) -> RowSampling:
+def _row_sampling(message: RunStep, row: int, vocabulary: int) -> RowSampling:
+    chances, biases, logprobs = message.chances[row], message.biases[row], message.logprobs[row]
     _check(len(chances) == 7 and chances[1].is_integer(), "sampling parameters of another shape")
     _check(all(len(pair) == 2 and pair[0] in range(vocabulary) for pair in biases), "a bias of no token")
-    temperature, top_k, top_p, *others = chances
-    bias = tuple((int(token), value) for token, value in biases)
-    params = SamplingParams(temperature, int(top_k), top_p, seed, *others, bias, logprobs - 1 if logprobs else None)
+    temperature, top_k, top_p, min_p, repetition, presence, frequency = chances
+    params = SamplingParams(
+        temperature,
+        int(top_k),
+        top_p,
+        message.seeds[row],
+        min_p,
+        repetition,
+        presence,
+        frequency,
+        tuple((int(token), value) for token, value in biases),
+        logprobs - 1 if logprobs else None,
+    )
     try:
-        mask = base64.b64decode(allowed, validate=True)
-    except (binascii.Error, ValueError):
+        mask = base64.b64decode(message.allowed[row], validate=True)
+    except ValueError:
         raise UserError("allowed tokens that are not in base64") from None
     _check(not mask or (8 * len(mask) >= vocabulary and any(mask)), "no token that is allowed, or too few bits")
-    return RowSampling(params, prompt, mask)
+    return RowSampling(params, message.prompts[row], mask)
 
 
 def _check(holds: bool, error: str) -> None:

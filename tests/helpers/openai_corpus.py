@@ -109,7 +109,8 @@ def check(entry: dict[str, Any], status: int, text: str) -> None:
 
 
 def _check_has(entry: dict[str, Any], answers: list[dict[str, Any]]) -> None:
-    has, usage = entry.get("has", {}), answers[-1].get("usage")
+    has: dict[str, Any] = entry.get("has", {})
+    usage: Any = answers[-1].get("usage")
     choices = [one for answer in answers for one in answer["choices"]]
     numbers = {one["index"] for one in choices}
     assert numbers == set(range(has.get("choices", len(numbers)))) or "choices" not in has

@@ -39,7 +39,7 @@ class CountPenalty:
 def their_processors(params: SamplingParams, prompt: int) -> Any:
     found: list[Any] = []
     if params.logit_bias:
-        found.append(SequenceBiasLogitsProcessor({(token,): bias for token, bias in params.logit_bias}))
+        found.append(SequenceBiasLogitsProcessor([[[token], bias] for token, bias in params.logit_bias]))
     if params.repetition_penalty != 1:
         found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     return LogitsProcessorList([*found, CountPenalty(params, prompt)])
@@ -103,7 +103,8 @@ def test_tokens_that_are_not_allowed_never_come() -> None:
 @pytest.mark.parametrize("min_p", [0.05, 0.2, 0.7, 1.0])
 def test_min_p_leaves_the_tokens_that_transformers_leaves(min_p: float) -> None:
     values = torch.randn(1, 40, generator=torch.Generator().manual_seed(3))
-    kept = set(MinPLogitsWarper(min_p)(torch.empty(1, 0), values / 0.8).isfinite()[0].nonzero()[:, 0].tolist())
+    warper: Any = MinPLogitsWarper(min_p)
+    kept = set(warper(torch.empty(1, 0), values / 0.8).isfinite()[0].nonzero()[:, 0].tolist())
     params = [SamplingParams(0.8, min_p=min_p), SamplingParams(0.8)]
     drawn = sample(values.expand(8000, -1), params * 4000, range(8000))
     assert set(drawn[::2]) == kept

@@ -227,7 +227,8 @@ class Rising:
         self.last = -1
 
     def allowed(self) -> bytes:
-        return sum(2**token for token in range(self.last + 1, VOCABULARY)).to_bytes(7, "little")
+        bits: int = 2**VOCABULARY - 2 ** (self.last + 1)
+        return bits.to_bytes(7, "little")
 
     def accepts(self, token: int) -> bool:
         return token > self.last

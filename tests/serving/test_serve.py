@@ -246,8 +246,9 @@ def test_settings_give_the_tokens_and_log_probabilities_of_transformers(
     assert found.top_logprobs is not None
     for token, row, top in zip(tokens, logprobs, found.top_logprobs, strict=True):
         likeliest = row.topk(3).values.tolist()
-        assert sorted(top.values(), reverse=True)[:3] == pytest.approx(likeliest, abs=1e-4) or len(top) < 4
-        assert min(top.values()) == pytest.approx(min(float(row[token]), likeliest[-1]), abs=1e-4)
+        assert max(top.values()) == pytest.approx(likeliest[0], abs=1e-4)
+        for logprob in top.values():  # fewer than three where tokens have the same text, as parts of characters do
+            assert min(abs(logprob - value) for value in (*likeliest, float(row[token]))) < 1e-4
     assert whole is not None and whole.content is not None
     tokens, logprobs = theirs.with_logprobs("user: some words\nassistant:", 6)
     for content, token, row in zip(whole.content, tokens, logprobs, strict=True):
