@@ -38,7 +38,7 @@ from skippipe.codecs import EncodedTensor, encode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
-from skippipe.model.model_files import CODE_FIELD
+from skippipe.model.model_files import CODE_FIELD, TEXT_FIELDS
 from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
 from skippipe.optim import OPTIMIZERS
@@ -331,8 +331,8 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
 
 
 def _essence(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a model's configuration that weights depend on: all but versions and paths."""
-    left_out = ("transformers_version", "_name_or_path", CODE_FIELD)
+    """The part of a model's configuration that weights depend on: all but versions, paths and ids of special tokens."""
+    left_out = ("transformers_version", "_name_or_path", CODE_FIELD, *TEXT_FIELDS)
     plain: dict[str, Any] = json.loads(json.dumps(config))  # as it looks after a file: lists, not tuples
     return {name: value for name, value in plain.items() if name not in left_out}
 

@@ -18,6 +18,7 @@ INDEX = "model.safetensors.index.json"
 READ_WHOLE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # how files end that are read into memory at once
 MOST_BYTES = 2**28  # of such a file; the largest tokenizers that are published have an eighth of it
 CODE_FIELD = "auto_map"
+TEXT_FIELDS = ("bos_token_id", "eos_token_id")  # of a configuration, on which no weight depends
 
 
 def check_model_folder(folder: Path) -> None:

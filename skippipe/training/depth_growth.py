@@ -21,6 +21,7 @@ from skippipe.checkpoint.manager import StateReader, manifest_of
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import LoraConfig
+from skippipe.model.model_files import TEXT_FIELDS
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
 from skippipe.model.stage import layer_ranges
 from skippipe.optim import OPTIMIZERS
@@ -34,7 +35,7 @@ LEAST_UNITS = 3
 """Units (stages or layers) of a model that can grow: the first, the last, and one to repeat."""
 LAYER_FIELDS = ("num_hidden_layers", "layer_types")
 """Fields of a configuration that may differ: kinds of layers are compared one by one."""
-FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype")
+FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype", *TEXT_FIELDS)
 """Fields of a configuration that say nothing about weights."""
 
 

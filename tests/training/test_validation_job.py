@@ -235,9 +235,9 @@ def test_a_tracker_that_is_not_installed_or_fails_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("skippipe.training.trackers.find_spec", lambda name: None)
-    for name in ("wandb", "mlflow"):
+    for name, config in (("wandb", ReportConfig(wandb="mine")), ("mlflow", ReportConfig(mlflow="mine"))):
         with pytest.raises(UserError, match=rf"report.{name}: needs .* pip install 'skippipe\[{name}\]'"):
-            check_trackers(ReportConfig(**{name: "mine"}))
+            check_trackers(config)
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)  # an import of it fails
     run_setup = build_run(job_in(tmp_path, ValidationConfig()), options=RunOptions(run_id="r6"))
     tracker = MLflow("mine", tmp_path, "r6", {}, IterationMetrics(run_setup.plan, 2))
