@@ -44,7 +44,8 @@ def answers(template: str) -> list[tuple[str, list[str]]]:
     found = []
     for ids, marks in ChatEncoder(tokenizer, answers_only=True).encode(Record("here", {"messages": CHAT})):
         assert [bool(mark & BEGINS) for mark in marks] == [True] + [False] * (len(ids) - 1)
-        pieces, before = [], 0
+        pieces: list[list[int]] = []
+        before = 0
         for token, mark in zip(ids, marks, strict=True):
             if mark & ANSWER:
                 pieces += [] if before else [[]]
