@@ -35,7 +35,9 @@ MARKED = TEMPLATE.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}",
 )
-CHANGING = TEMPLATE.replace("{{ m.content }}", "{% if loop.last %}(thought){% endif %}{{ m.content }}")
+CHANGING = TEMPLATE.replace(
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}(thought){% endif %}{{ m.content }}"
+)
 
 
 def answers(template: str) -> list[tuple[str, list[str]]]:
