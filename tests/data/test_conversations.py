@@ -85,13 +85,8 @@ def test_kinds_of_records() -> None:
         assert messages_of(Record("here", fields)) == [asked, said]
     both = messages_of(Record("here", {"instruction": "a", "input": "x", "output": "b"}))
     assert both[0]["content"] == "a\n\nx"
-    for bad in (
-        {"messages": "a"},
-        {"messages": []},
-        {"messages": [{"role": "user"}]},
-        {"prompt": "a"},
-        {"messages": [1]},
-    ):
+    refused: list[dict[str, Any]] = [{"messages": each} for each in ("a", [], [1], [{"role": "user"}])]
+    for bad in (*refused, {"prompt": "a"}):
         with pytest.raises(UserError, match=r"^here: "):
             messages_of(Record("here", bad))
 
