@@ -120,7 +120,8 @@ class ChatEncoder:
 
     def _marked_by_prefixes(self, messages: Messages) -> Iterator[MarkedTokens]:
         text = self._text(messages)
-        spans, together = [], True
+        spans: list[tuple[str, int]] = []
+        together = True
         for number, message in enumerate(messages):
             if message["role"] != ASSISTANT:
                 continue

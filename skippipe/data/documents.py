@@ -79,6 +79,7 @@ class TextSource:
 
     def pieces(self, on_read: OnRead = lambda count: None, field: str = FIELD) -> Iterator[Piece]:
         """Its documents; of records, the text in this field."""
+        blocks: Iterator[str]
         if self.has_records:
             blocks = (text_in(record, field) + END for record in self.records(on_read, [field]))
         else:

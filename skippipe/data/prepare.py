@@ -214,6 +214,7 @@ def _make(
     def on_share(share: float) -> None:
         progress("turning text into tokens", share)
 
+    parts: Iterator[MarkedTokens]
     if encoder is not None and isinstance(texts, _Files):
         parts = (part for record in texts.records(on_share) for part in encoder.encode(record))
     else:

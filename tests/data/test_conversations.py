@@ -35,7 +35,9 @@ MARKED = TEMPLATE.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}",
 )
-CHANGING = TEMPLATE.replace("{{ m.content }}", "{% if loop.last %}(thought){% endif %}{{ m.content }}")
+CHANGING = TEMPLATE.replace(
+    "{{ m.content }}", "{% if loop.last and m.role == 'assistant' %}(thought){% endif %}{{ m.content }}"
+)
 
 
 def answers(template: str) -> list[tuple[str, list[str]]]:
@@ -44,7 +46,8 @@ def answers(template: str) -> list[tuple[str, list[str]]]:
     found = []
     for ids, marks in ChatEncoder(tokenizer, answers_only=True).encode(Record("here", {"messages": CHAT})):
         assert [bool(mark & BEGINS) for mark in marks] == [True] + [False] * (len(ids) - 1)
-        pieces, before = [], 0
+        pieces: list[list[int]] = []
+        before = 0
         for token, mark in zip(ids, marks, strict=True):
             if mark & ANSWER:
                 pieces += [] if before else [[]]
@@ -82,13 +85,8 @@ def test_kinds_of_records() -> None:
         assert messages_of(Record("here", fields)) == [asked, said]
     both = messages_of(Record("here", {"instruction": "a", "input": "x", "output": "b"}))
     assert both[0]["content"] == "a\n\nx"
-    for bad in (
-        {"messages": "a"},
-        {"messages": []},
-        {"messages": [{"role": "user"}]},
-        {"prompt": "a"},
-        {"messages": [1]},
-    ):
+    refused: list[dict[str, Any]] = [{"messages": each} for each in ("a", [], [1], [{"role": "user"}])]
+    for bad in (*refused, {"prompt": "a"}):
         with pytest.raises(UserError, match=r"^here: "):
             messages_of(Record("here", bad))
 

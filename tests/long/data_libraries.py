@@ -45,8 +45,9 @@ def test_parquet(tmp_path: Path) -> None:
 
 
 def test_conversations_are_the_same_in_parquet(tmp_path: Path) -> None:
-    records = [{"messages": each, "id": "x"} for each in chats(30)]
-    records[3]["messages"][0]["name"] = "Anne"  # in Parquet the others then have a null there
+    conversations = chats(30)
+    records = [{"messages": each, "id": "x"} for each in conversations]
+    conversations[3][0]["name"] = "Anne"  # in Parquet the others then have a null there
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "some.parquet")
     lines, rows = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,9 @@ def conversations_of(run_setup: RunSetup, iteration: int) -> list[tuple[int, ...
 
 def by_transformers(folder: Path, run_setup: RunSetup, *, answers_only: bool = True) -> tuple[list[float], Any]:
     """Each conversation alone, the loss over all answers of an iteration, clipping and AdamW of torch."""
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    known = {}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    known: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
     for messages in chats(60):
         ids = tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
         labels, at = [], 0
@@ -124,13 +126,13 @@ def by_transformers(folder: Path, run_setup: RunSetup, *, answers_only: bool = T
             if tokens not in known:
                 assert len(set(tokens)) == 1, "what is no conversation is padding"
                 continue
-            ids, labels = known[tokens]
-            logits = model(ids).logits[0, :-1]
-            total = total + torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
-            answers += int((labels[0, 1:] >= 0).sum())
+            whole, targets = known[tokens]
+            logits = model(whole).logits[0, :-1]
+            total = total + torch.nn.functional.cross_entropy(logits, targets[0, 1:], reduction="sum")
+            answers += int((targets[0, 1:] >= 0).sum())
         loss = total / answers
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), schedule.clip)
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate_at(iteration)
@@ -158,7 +160,7 @@ def test_equal_to_transformers_and_torch(data: dict[str, Any], family: str, tmp_
     assert expected[-1] < 0.98 * expected[0]
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     for (name, ours), theirs in zip(found.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=NEAR, atol=3e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(ours, theirs, rtol=NEAR, atol=3e-5, msg=partial("{}: {}".format, name))
 
 
 def test_jobs_that_do_not_fit(tmp_path: Path, model: Path) -> None:
