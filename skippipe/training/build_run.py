@@ -167,7 +167,7 @@ class RunSetup(RunOptions):
         if self.job.checkpoint.every or len(data_nodes) > 1:
             return ""
         alone = f"'{self.plan.cluster.nodes[data_nodes[0]].name}' alone holds stage 0, and no checkpoints are made"
-        if self.spec.lora.rank:
+        if self.plan.workload.adapter_parameters:
             return f"{alone}: if it is lost, its adapters begin anew; {CHECKPOINT_ADVICE}, or plan two data nodes"
         if self.backup is not None:
             cost = (
