@@ -154,7 +154,7 @@ def test_planned_idle_and_busy_are_the_promise(folder: Path) -> None:
 
 def test_what_became_of_the_lost_node(ran: FinishedRun) -> None:
     (loss,) = read_history(ran.folder).outages
-    able = next(event for event in ran.events if event.kind == "able")
+    able = next(event for event in ran.events if event.kind == "able" and event.node == ran.name)
     assert (loss.node, loss.iteration) == (ran.name, LOST_IN)
     assert loss.answer.startswith("rerouted: ")
     assert loss.end == f"back at work from iteration {able.iteration + 2} on"

@@ -90,6 +90,7 @@ FIELDS: dict[str, Any] = {
     "recipe.early_exit": Change(0.5),
     "recipe.bridges": Refused(8),
     "recipe.adapters": Refused(8),
+    "recipe.adapters_by_hop": Refused(True),
     "recipe.distill": Refused(0.5),
     "recipe.distill_hidden": Refused(0.5),
     "recipe.heal": Refused("95%"),
