@@ -7,6 +7,7 @@ what it prints, which files it writes.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -38,6 +39,7 @@ from skippipe.profiling.results import ProfileResult, save_results
 from skippipe.report.summary import Table
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.workload import MODELS, Workload
+from tests.helpers.chats import chat_tokenizer
 from tests.helpers.command_lines import ARGUMENTS, OLD_NAMES, OPTIONS, REFUSED, With
 from tests.helpers.model_folders import checkpoint_in, export_to
 from tests.helpers.processes import Command, CommandResult
@@ -90,6 +92,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "taken" / "best.json").write_text("something of value")
     for number, name in enumerate(("text.txt", "other.txt")):
         (made / name).write_text(prose(number))
+    (made / "records.jsonl").write_text(json.dumps({"text": prose(2), "body": prose(3)}) + "\n")
+    (made / "chats.jsonl").write_text(json.dumps({"prompt": "Some", "completion": "words"}) + "\n")
+    chat_tokenizer().save(made / "chat")
     (made / "token").write_text("0123456789abcdef\n")
     (made / "token").chmod(0o600)
     (made / "job.toml").write_text('[model]\nconfig = "llama-tiny"\n[batch]\nsequence = 32\n')

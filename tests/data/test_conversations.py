@@ -112,7 +112,7 @@ def test_token_file_of_conversations(tmp_path: Path) -> None:
     assert (settings_there["eos_token"], settings_there["chat_template"]) == (TURN_END, TEMPLATE)
     again = prepare(path, made.tokenizer(), tmp_path / "again", loss_on="")
     assert again.fingerprint == made.fingerprint, "its own tokenizer has the template, too"
-    other = prepare(path, chat_tokenizer(MARKED), made.folder, loss_on="")
+    other = prepare(path, chat_tokenizer(MARKED), made.folder, loss_on="", overwrite=True)
     assert other.fingerprint != made.fingerprint, "another template makes it anew"
     assert len(list(made.folder.glob("*.bin"))) == 2
     with pytest.raises(UserError, match="holds conversations, which only training takes"):

@@ -77,9 +77,9 @@ def test_other_fields_and_their_errors(bpe: TextTokenizer, tmp_path: Path) -> No
     assert json.loads((found.folder / "tokens.json").read_text())["reading"] == "field body"
     assert prepare(path, bpe, found.folder, field="body") == found
     with pytest.raises(UserError, match=r"some.jsonl: line 1: no text in field 'text'; fields with text: body$"):
-        prepare(path, bpe, found.folder)
+        prepare(path, bpe, tmp_path / "more")
     with pytest.raises(UserError, match="line 1: no text in field 'n'"):
-        prepare(path, bpe, found.folder, field="n")
+        prepare(path, bpe, tmp_path / "more", field="n")
 
 
 def test_tokens_of_braces_are_not_used_again(bpe: TextTokenizer, tmp_path: Path) -> None:
@@ -91,7 +91,9 @@ def test_tokens_of_braces_are_not_used_again(bpe: TextTokenizer, tmp_path: Path)
     assert header.pop("reading") == "field text"
     (folder / "tokens.json").write_text(json.dumps({**header, "version": 1}))
     assert TokenFile.open(folder).inputs.reading == ""
-    assert prepare(path, bpe, folder).inputs.reading == "field text"
+    with pytest.raises(UserError, match="holds the tokens of other texts"):
+        prepare(path, bpe, folder)
+    assert prepare(path, bpe, folder, overwrite=True).inputs.reading == "field text"
 
 
 @pytest.mark.parametrize(

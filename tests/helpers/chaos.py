@@ -154,7 +154,7 @@ class Ground:
             learning=OptimConfig(rate=3e-3, warmup=2),
             transport=transport,
             checkpoint=CheckpointConfig(every=kept_every),
-            survive=RecoveryConfig(heartbeat_s, RESTARTS, lost_stage, planning_s=0.05),
+            survive=RecoveryConfig(heartbeat_s, 0 if listen else RESTARTS, lost_stage, planning_s=0.05),
             report=ReportConfig(recorded=0),
         )
 

@@ -19,7 +19,7 @@ class With:
     without: str = ""
     """Words of `ARGUMENTS` that are left out."""
     refused: bool = False
-    """On a machine without GPUs the value is refused."""
+    """Here the value is refused: there is no GPU, no hub, and a run without adapters and held-out loss."""
 
 
 WORKLOAD = {
@@ -35,6 +35,7 @@ WORKLOAD = {
     "--gradients": "bf16",
     "--max-slots": "2",
     "--checkpointing": "",
+    "--lora": "16",
 }
 PROBLEM = {**WORKLOAD, "--stages": "3", "--visit": "2", "--skip": "1/2", "--sizes": "2,1,1,1"}
 OVERWRITE = With("", "-o there.json")
@@ -153,6 +154,8 @@ OPTIONS: dict[str, dict[str, str | With]] = {
         "--output": "tokens-2",
         "--vocabulary": "290",
         "--tokenizer": With("model", without="--vocabulary 300"),
+        "--field": With("body", "records.jsonl", without="text.txt"),
+        "--loss-on": With("all", "chats.jsonl --tokenizer chat", without="text.txt --vocabulary 300"),
         "--overwrite": With("", "-o prepared"),
     },
     "job": {"--output": "j.toml", "--overwrite": OVERWRITE},
@@ -169,7 +172,14 @@ OPTIONS: dict[str, dict[str, str | With]] = {
     },
     "dashboard": {"--host": "127.0.0.2", "--port": "0"},
     "grow": {"--force": ""},
-    "export": {"--output": With("model-3", without="model-2")},
+    "export": {
+        "--output": With("model-3", without="model-2"),
+        "--best": With("", refused=True),
+        "--adapter": With("", refused=True),
+        "--score": With("nowhere.json", refused=True),
+        "--push": With("me/model", refused=True),
+        "--private": With("", refused=True),
+    },
     "score": {
         "--text": "other.txt",
         "--tasks": "order",
@@ -251,6 +261,8 @@ OPTIONS: dict[str, dict[str, str | With]] = {
         "--queue": "9",
         "--patience": "9",
         "--cache-tokens": "100000",
+        "--grace": "9",
+        "--access-log": "--no-access-log",
     },
     "node": {
         "--join": "127.0.0.1:2",

@@ -66,7 +66,7 @@ def test_every_plan_of_every_strategy_holds(problem: Problem, strategy: Strategy
         assert all(plan.visits(lane) == tuple(range(problem.stages)) for lane in plan.lanes)
 
 
-@may_skip(Infeasible, share=0.25)
+@may_skip(Infeasible, share=0.6)  # of few cases: it is a quarter of many, as above
 @settings(max_examples=25, deadline=None)
 @given(problems(), st.sampled_from(list(Strategy)))
 def test_same_seed_same_plan(problem: Problem, strategy: Strategy) -> None:

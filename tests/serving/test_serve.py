@@ -188,6 +188,7 @@ def test_errors_are_those_that_the_client_knows(server: Server) -> None:
     assert health(server) == {"status": "ok", **WHOLE}
 
 
+@pytest.mark.slow
 def test_the_corpus_of_requests_over_a_real_model(server: Server) -> None:
     headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
     with httpx2.Client(base_url=f"{server.address}/v1", headers=headers, timeout=PATIENCE_S) as ask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,9 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
     assert ran(5) == first
     assert not told, "nothing was left to do"
     results.write_text("".join(json.dumps(run) + "\n" for run in first[:3]))
+    with pytest.raises(UserError, match="full-1: is not empty, and nothing in it is overwritten"):
+        ran(5)
+    shutil.rmtree(tmp_path / "models")
     again = ran(5)
     assert set(told) == {"full, seed 1", "quarter, seed 1"}
     for before, after in zip(first, again, strict=True):

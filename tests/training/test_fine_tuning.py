@@ -170,7 +170,7 @@ def test_jobs_that_do_not_fit(tmp_path: Path, model: Path) -> None:
     Path(job.data.texts[0]).write_text('{"text": "what is a stage of the model that nodes hold"}\n' * 50)
     for said, complaint in (({"loss_on": "all"}, "loss on all: is for"), ({"packing": False}, "data.packing: is for")):
         with pytest.raises(UserError, match=complaint):
-            build_run(replace(job, data=replace(job.data, **said)))
+            build_run(replace(job, data=replace(job.data, folder=str(tmp_path / "more"), **said)))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from skippipe.training.job_config import JobConfig
 from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import open_run_folder
 from skippipe.transport.addresses import free_port
+from tests.helpers.chats import chat_tokenizer
 from tests.helpers.model_folders import export_to
 from tests.helpers.models import tiny
 
@@ -57,6 +59,11 @@ class Refused:
 TORCH = {"averaging.engine": "torch"}
 JOINING = {"transport.peers": "peers.json", "transport.key": "coordinator.key"}
 PLANNED = {"pipeline.plan": "plan.json"}
+RECORDS = {"data.texts": ["records.jsonl"], "data.folder": None}
+CHATS = {"data.texts": ["chats.jsonl"], "data.folder": None, "data.tokenizer": "chat", "data.vocabulary": None}
+HELD_OUT = {"validation.share": 0.5}
+WEIGHTS = {"model.weights": "weights", "model.config": None, "data.vocabulary": None, "data.folder": None}
+ADAPTERS = {**WEIGHTS, "lora.rank": 4}
 
 FIELDS: dict[str, Any] = {
     "output": Change("elsewhere"),
@@ -64,12 +71,15 @@ FIELDS: dict[str, Any] = {
     "seed": Change(1),
     "cluster": Change("five-sites:6"),
     "model.config": Change("llama-tiny"),
-    "model.weights": Change("weights", {"model.config": None, "data.vocabulary": None, "data.folder": None}),
+    "model.weights": Change("weights", WEIGHTS),
     "model.checkpointing": Change(True),
     "data.texts": Change(["other.txt"], {"data.folder": None}, {"data.folder": None}),
     "data.tokenizer": Change("tokenizer", {"data.vocabulary": None, "data.folder": "tokens-2"}),
     "data.vocabulary": Change(310, {"data.folder": "tokens-3"}),
     "data.folder": Change("tokens-4"),
+    "data.field": Change("body", RECORDS, RECORDS),
+    "data.loss_on": Change("all", CHATS, CHATS),
+    "data.packing": Change(False, CHATS, CHATS),
     "batch.sequence": Change(8),
     "batch.samples": Change(2),
     "batch.microbatches": Change(24),
@@ -94,6 +104,10 @@ FIELDS: dict[str, Any] = {
     "recipe.distill": Refused(0.5),
     "recipe.distill_hidden": Refused(0.5),
     "recipe.heal": Refused("95%"),
+    "lora.rank": Change(4, WEIGHTS, WEIGHTS),
+    "lora.alpha": Change(9.0, ADAPTERS, ADAPTERS),
+    "lora.targets": Change(["q_proj"], ADAPTERS, ADAPTERS),
+    "lora.weights": Refused("nowhere", "lora: adapters are for a model that exists"),
     "learning.optimizer": Change("sgd"),
     "learning.rate": Change(1e-3),
     "learning.warmup": Change(2),
@@ -121,6 +135,11 @@ FIELDS: dict[str, Any] = {
     "emulation.time": Change(0.5, {"emulation.enabled": True}, {"emulation.enabled": True}),
     "checkpoint.every": Change(7),
     "checkpoint.keep": Change(3),
+    "validation.texts": Change(["other.txt"]),
+    "validation.share": Change(0.5),
+    "validation.every": Change(3, HELD_OUT, HELD_OUT),
+    "validation.samples": Change(7, HELD_OUT, HELD_OUT),
+    "validation.patience": Change(2, HELD_OUT, HELD_OUT),
     "survive.heartbeat_s": Change(9.0),
     "survive.restarts": Change(1),
     "survive.lost_stage": Change("neighbours"),
@@ -130,6 +149,8 @@ FIELDS: dict[str, Any] = {
     "report.recorded": Change(3),
     "report.tensorboard": Change(True),
     "report.prometheus": Change("a free port"),
+    "report.wandb": Change("project") if find_spec("wandb") else Refused("project"),
+    "report.mlflow": Change("experiment") if find_spec("mlflow") else Refused("experiment"),
 }
 """Field → what shows that it is not ignored."""
 
@@ -190,6 +211,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "text.txt").write_text(WORDS * 50)
     (made / "other.txt").write_text(WORDS.upper() * 50)
     (made / "model.json").write_text(json.dumps(tiny("llama").to_dict()))
+    (made / "records.jsonl").write_text(json.dumps({"text": WORDS * 50, "body": WORDS.upper() * 50}) + "\n")
+    (made / "chats.jsonl").write_text((json.dumps({"prompt": "It was", "completion": "the best"}) + "\n") * 20)
+    chat_tokenizer().save(made / "chat")
     train_bpe([WORDS], 300).save(made / "tokenizer")
     export_to(made / "weights")
     return made

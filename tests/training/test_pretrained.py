@@ -32,7 +32,8 @@ def test_the_first_loss_is_that_of_transformers(family: str, tmp_path: Path) -> 
     expected = loss_of_transformers(folder, run_setup)
     assert first == pytest.approx(expected, rel=NEAR)
     assert second != first
-    random = build_run(job_in(tmp_path, "", model=ModelConfig(config=str(folder)), output=str(tmp_path / "other")))
+    (tmp_path / "other").mkdir()
+    random = build_run(job_in(tmp_path / "other", "", model=ModelConfig(config=str(folder))))
     losses = Losses()
     BACKENDS["one-process"](random, losses, lambda: 0)
     assert losses.found[0] != pytest.approx(expected, rel=100 * NEAR), "without, weights are random"

@@ -277,6 +277,7 @@ def test_fields_and_their_defaults() -> None:
     job = asdict(JobConfig())
     flat = {name: value for name, value in job.items() if name in ("iterations", "seed")}
     flat |= {f"learning.{name}": value for name, value in job["learning"].items()}
+    flat |= {f"lora.{name}": value for name, value in job["lora"].items() if name != "weights"}
     # refused in training
     studies = (
         "grow",

@@ -132,14 +132,16 @@ def test_a_share_is_held_out_and_its_best_checkpoint_stays(tmp_path: Path) -> No
     assert longer.run.resumed_settings.validation.best == (best + 1, losses[best])
 
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == list(range(ITERATIONS))
+    assert [row["iteration"] for row in rows] == list(range(1, ITERATIONS + 1))
     assert [row["validation_loss"] for row in rows] == losses
     assert all(row["learning_rate"] > 0 and row["tokens_per_s"] > 0 for row in rows)
     assert rows[-1]["left_s"] == 0 < rows[0]["left_s"]
     taken_s = sum(row["seconds"] for row in rows) + sum(report.seconds for report in reports)
     assert rows[-1]["elapsed_s"] == pytest.approx(taken_s)
     assert read_history(tmp_path / "run").validation == list(enumerate(losses))
-    assert [iteration for iteration, values in seen.values if "validation_loss" in values] == list(range(ITERATIONS))
+    assert [iteration for iteration, values in seen.values if "validation_loss" in values] == [
+        row["iteration"] for row in rows
+    ]
     assert {"loss", "learning_rate", "elapsed_s", "left_s", "tokens_per_s"} <= seen.values[0][1].keys()
 
 
