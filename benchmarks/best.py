@@ -1,9 +1,9 @@
 """What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
-    python -m benchmarks.best [published20] [full-timing] [settings] [first] [random] [--seeds N] [--budget S]
+    python -m benchmarks.best [published20] [full-timing] [settings] [first] [sizes] [random] [--seeds N] [--budget S]
                               [--keep FILE]
 
-Without names, all five. `first` is the time until there is a valid plan; the others compare seconds of an iteration.
+Without names, all six. `first` is the time until there is a valid plan; the others compare seconds of an iteration.
 `full-timing` counts averaging and queues on links, and holds the search against sizes that are given by hand.
 With `--keep` a run over random clusters that was cut short goes on where it was.
 """
@@ -32,6 +32,7 @@ from skippipe.workload import MODELS, Workload
 RIVALS = (Strategy.SKIPPIPE, Strategy.NO_TC2, Strategy.DTFM_SKIP, Strategy.DTFM)
 ALL = DecisionVariables()
 SIZES_BY_HAND = ((5, 3, 3, 3, 3, 3), (4, 2, 2, 2, 2, 2), (3, 2, 2, 2, 2, 2), (2, 2, 2, 2, 2, 2), (2, 1, 1, 1, 1, 1))
+HANDS = 30  # sizes that are drawn for a random cluster
 FEWER_SEEDS = 3  # where bytes are fewer, and the search easier
 WHOLE_BACKWARD = DecisionVariables(split_backward=False)
 
@@ -198,6 +199,32 @@ def random(seeds: int, budget_s: float, keep: Path | None) -> None:
         print(f"| {rival} | {len(found)} | " + " | ".join(f"{each:.3f}" for each in figures) + f" | {worse} |")
 
 
+def sizes(seeds: int, budget_s: float) -> None:
+    """Sizes of stages left open against the best of many given by hand, with the same seconds for each."""
+    print(f"| seed | nodes | open | the best of {HANDS} | its sizes | ratio |\n|---|---|---|---|---|---|")
+    for seed in range(seeds):
+        problem, rng = random_problem(seed), np.random.default_rng(seed)
+        nodes, stages = len(problem.cluster), problem.stages
+        ours = iteration_s(planned(problem, Strategy.BEST, budget_s))
+        found: dict[tuple[int, ...], float] = {}
+        by_hand = [problem.sizes] if problem.sizes else []
+        while (
+            len(by_hand) < HANDS
+        ):  # a node for each stage, the others at random over some stages more than over others
+            others = int(rng.integers(0, nodes - stages + 1))
+            by_hand.append(tuple((1 + rng.multinomial(others, rng.dirichlet(np.full(stages, 4.0)))).tolist()))
+        for each in by_hand:
+            with suppress(Infeasible):
+                given = replace(problem, sizes=each, decision_variables=replace(ALL, sizes=False))
+                found[each] = iteration_s(planned(given, Strategy.BEST, budget_s))
+        best = min(found, key=found.__getitem__)
+        shown = ",".join(map(str, best))
+        print(
+            f"| {seed} | {nodes} | {ours:.2f} s | {found[best]:.2f} s | {shown} | {ours / found[best]:.3f} |",
+            flush=True,
+        )
+
+
 def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]:
     """[seed][strategy], of earlier runs with this budget."""
     lines = keep.read_text().splitlines() if keep and keep.exists() else []
@@ -205,7 +232,7 @@ def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]
     return {row["seed"]: row["iteration_s"] for row in found if row["budget_s"] == budget_s}
 
 
-PARTS = {"published20": published20, "full-timing": full_timing, "settings": settings, "first": first}
+PARTS = {"published20": published20, "full-timing": full_timing, "settings": settings, "first": first, "sizes": sizes}
 
 
 def main() -> None:
