@@ -264,6 +264,7 @@ def run(
 CASES = [(command, option) for command, options in OPTIONS.items() for option in options]
 
 
+@pytest.mark.slow  # over two hundred command lines; that each option has a line is tested always
 @pytest.mark.parametrize(("command", "option"), CASES, ids=[f"{command} {option}" for command, option in CASES])
 def test_an_option_has_an_effect(command: str, option: str, run: Callable[[str], tuple[CommandResult, Seen]]) -> None:
     entry = OPTIONS[command][option]
