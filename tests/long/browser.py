@@ -260,7 +260,7 @@ def test_a_coordinator_that_is_killed_and_started_again(browser: Any, tmp_path: 
         seen = int(tab.page.evaluate(DONE))
         started.append(Command(*words, "--resume"))
         tab.until(f"{DONE} >= {seen + 3}")  # the same page, not loaded again
-        assert "coordinator is back" in tab.text("#events")
+        assert "recovered" in tab.text("#events")
         assert tab.count("#map .node") == NODES
         assert [url for url in tab.asked if url.endswith("dashboard.js")] == [f"http://127.0.0.1:{at}/dashboard.js"]
     finally:

@@ -23,7 +23,7 @@ BPE = train_bpe(DOCUMENTS, 400)
 
 
 def decoded(name: str | Path, folder: Path, field: str = "text") -> str:
-    found = prepare(name, BPE, folder, field=field)
+    found = prepare(name, BPE, folder, field=field, overwrite=True)
     return found.tokenizer().decode(found.ids.tolist())
 
 

@@ -44,7 +44,9 @@ def test_mlflow_has_every_metric_and_a_resumed_run_goes_on(tmp_path: Path, monke
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     history = client.get_metric_history(run.info.run_id, "loss")
-    assert sorted((each.step, each.value) for each in history) == [(step, 4.0 - step) for step in range(2 * ITERATIONS)]
+    assert sorted((each.step, each.value) for each in history) == [
+        (step + 1, 4.0 - step) for step in range(2 * ITERATIONS)
+    ]
     assert run.data.metrics["validation_loss"] == 2.5
     assert {"learning_rate", "elapsed_s", "left_s", "tokens_per_s"} <= run.data.metrics.keys()
     assert run.data.params["stages"] == "4"
@@ -66,8 +68,8 @@ def test_wandb_keeps_every_metric_offline(tmp_path: Path, monkeypatch: pytest.Mo
     wandb.teardown()  # its process ends, and then all is in the file
     (file,) = tmp_path.glob("wandb/offline-run-*-abc123/run-abc123.wandb")
     rows = list(rows_of(file))
-    assert [(row["iteration"], row["loss"]) for row in rows if "loss" in row] == [(0, 4.0), (1, 3.0), (2, 2.0)]
-    assert [(row["iteration"], row["validation_loss"]) for row in rows if "validation_loss" in row] == [(2, 2.5)]
+    assert [(row["iteration"], row["loss"]) for row in rows if "loss" in row] == [(1, 4.0), (2, 3.0), (3, 2.0)]
+    assert [(row["iteration"], row["validation_loss"]) for row in rows if "validation_loss" in row] == [(3, 2.5)]
     assert all(row["learning_rate"] == 1e-3 for row in rows if "loss" in row)
 
 
