@@ -16,6 +16,7 @@ from skippipe.data.tokenizer import FILE, SETTINGS
 from skippipe.errors import UserError
 from skippipe.json_fields import read_json
 from skippipe.runs.records import MetricsRow, metrics_of
+from skippipe.skip_schedule import USUAL
 
 JOB_FILE = "job.json"
 CARD_FILE = "README.md"
@@ -80,8 +81,13 @@ class ModelCard:
 
     def _trained(self, job: dict[str, Any], rows: Sequence[MetricsRow]) -> Iterator[str]:
         plan = _object(self.run / "plan.json") if self.run else {}
-        data, learning, batch = (job.get(name, {}) for name in ("data", "learning", "batch"))
-        skip = job.get("recipe", {}).get("skip") or job.get("pipeline", {}).get("skip")
+        data, learning, batch, pipeline, lora = (
+            job.get(name, {}) for name in ("data", "learning", "batch", "pipeline", "lora")
+        )
+        skip = job.get("recipe", {}).get("skip") or pipeline.get("skip")
+        if pipeline and not skip and not pipeline.get("plan") and pipeline.get("strategy") != "dtfm":
+            skip = USUAL
+        adapters = f"LoRA of rank {lora['rank']}, merged into the weights" if lora.get("rank") else lora.get("weights")
         nodes, last = plan.get("cluster", {}).get("nodes", ()), rows[-1] if rows else None
         facts = {
             "data": ", ".join(map(str, data.get("texts", ()))),
@@ -89,6 +95,7 @@ class ModelCard:
             "tokens": f"{last.tokens:,.0f}" if last and last.tokens else "",
             "sequence length": batch.get("sequence"),
             "stages skipped while training": skip,
+            "adapters": adapters,
             "optimizer": f"{learning.get('optimizer')}, learning rate {learning.get('rate')}" if learning else "",
             "seed": job.get("seed"),
             "machines": f"{len(nodes)} nodes of '{plan.get('cluster', {}).get('name', '')}'" if nodes else "",
