@@ -16,7 +16,6 @@ from skippipe.data.tokenizer import FILE, SETTINGS
 from skippipe.errors import UserError
 from skippipe.json_fields import read_json
 from skippipe.runs.records import MetricsRow, metrics_of
-from skippipe.skip_schedule import USUAL
 
 JOB_FILE = "job.json"
 CARD_FILE = "README.md"
@@ -85,8 +84,6 @@ class ModelCard:
             job.get(name, {}) for name in ("data", "learning", "batch", "pipeline", "lora")
         )
         skip = job.get("recipe", {}).get("skip") or pipeline.get("skip")
-        if pipeline and not skip and not pipeline.get("plan") and pipeline.get("strategy") != "dtfm":
-            skip = USUAL
         adapters = f"LoRA of rank {lora['rank']}, merged into the weights" if lora.get("rank") else lora.get("weights")
         nodes, last = plan.get("cluster", {}).get("nodes", ()), rows[-1] if rows else None
         facts = {

@@ -60,8 +60,7 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
         for index in _by_bytes(costs):
             if len(orders[index]) > 1:
                 free_ns = _free_after(costs, [(at, each) for at, each in enumerate(best) if at != index], done_ns)
-                last_ns = int(done_ns[list(orders[index])].max())
-                again = exchange(costs, index, orders[index], free_ns, everybody, all_done_ns=last_ns)
+                again = _exchange(costs, index, orders[index], done_ns, free_ns, everybody)
                 improved |= is_better([again if at == index else each for at, each in enumerate(best)])
         if not improved:
             break
@@ -80,9 +79,14 @@ def _exchanges(
     found = [Averaging(order) for order in orders]
     for index in _by_bytes(costs):
         if len(orders[index]) > 1:
-            last_ns = int(done_ns[list(orders[index])].max())
-            found[index] = exchange(costs, index, orders[index], free_ns, relays, all_done_ns=last_ns)
+            found[index] = _exchange(costs, index, orders[index], done_ns, free_ns, relays)
     return found
+
+
+def _exchange(
+    costs: CostModel, stage: int, order: tuple[int, ...], done_ns: Ints, free_ns: FreeLinks, relays: Sequence[int]
+) -> Averaging:
+    return exchange(costs, stage, order, free_ns, relays, all_done_ns=int(done_ns[list(order)].max()))
 
 
 def _free_after(costs: CostModel, averagings: Sequence[tuple[int, Averaging]], done_ns: Ints) -> FreeLinks:

@@ -41,7 +41,7 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         run_setup.plan,
         run_setup.spec,
         job.schedule,
-        node_config.sampler(),
+        run_setup.sampler,
         recipe=job.followed,
         plans=run_setup.plans,
         iterations=job.iterations,
@@ -79,7 +79,7 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
     from skippipe.runtime.train_role import build_stage_executor
 
     run, node_config = run_setup.run, run_setup.node_config
-    sampler, held_out = node_config.sampler(), node_config.held_out_sampler()
+    sampler, held_out = run_setup.sampler, node_config.held_out_sampler()
 
     def executor(node: int, plan: Plan) -> StageExecutor:
         stage = plan.stage_of[node]

@@ -86,11 +86,13 @@ class RunSetup(RunOptions):
         return [self.tokens.folder, *(Path(each) for each in named if each)]
 
     def save_plans(self) -> None:
-        """Write the job, with all defaults, and the plans to the output folder. A resumed run has them, and goes on if
-        they cannot be written again."""
+        """Write the job, with all defaults and the recipe that it follows, and the plans to the output folder.
+
+        A resumed run has them, and goes on if they cannot be written again.
+        """
         failures, path = WriteFailures(), Path(self.job.output) / JOB_FILE
         with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
-            write_text(path, json_text(asdict(self.job)) + "\n")
+            write_text(path, json_text(asdict(replace(self.job, recipe=self.job.followed))) + "\n")
         for length, plan in self.plans.items():
             path = _plan_file(self.job, None if plan is self.plan else length)
             with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import secrets
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -313,9 +314,9 @@ class GenerationFields(_Object):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are reported beside the chosen one; None: not even that one."""
-        raise NotImplementedError
 
     def sampling(self, choice: int) -> SamplingParams:
         """Parameters of one of n choices: the first has the seed that was asked for."""
