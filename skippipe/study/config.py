@@ -10,6 +10,7 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule, deal_lengths, parse_share, visited_of
@@ -32,6 +33,7 @@ from skippipe.value_ranges import (
 LATER = ("bridges", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden")
 """Recipe settings that older results do not have: left out where they are not set."""
 Rule = Literal["", "CC1", "CC2", "CC3"]
+DIGITS = 6  # of a rank
 MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports read every single one
 
 
@@ -67,6 +69,12 @@ class EvalSettings:
     """Shares of the stages of which parts are evaluated in the end, as fractions of the whole."""
     draws: Annotated[int, DRAWS] = 12
     """Parts to draw of each share; all there are, if they are fewer."""
+    wire: list[str] = field(default_factory=list)
+    """Codecs: with each of them on all hops, parts are evaluated once more."""
+
+    def __post_init__(self) -> None:
+        for each in self.wire:
+            _check_codec(each, "measuring.wire")
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,49 @@ class PlanSettings:
     timing: Literal["contention-only", "full"] = "contention-only"
     budget_s: Annotated[float, BUDGET_S] = 30.0
     """Seconds of planning for each plan."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What is rounded on its way between nodes; ids of codecs, or empty: nothing is."""
+
+    wire: str = ""
+    """Codec of activations on a hop."""
+    wire_back: str = ""
+    """Codec of their gradients on the way back; empty: the same."""
+    gradients: str = ""
+    """Codec of weight gradients while they are averaged, in a direct exchange and with error feedback; or "rank 16":
+    factors of this rank of every matrix (PowerSGD)."""
+    replicas: Annotated[int, MICROBATCHES] = 1
+    """Nodes that hold each stage. Each gets an equal part of the microbatches, with paths that keep the rules."""
+
+    def __post_init__(self) -> None:
+        for name in ("wire", "wire_back") if self.rank else ("wire", "wire_back", "gradients"):
+            if getattr(self, name):
+                _check_codec(getattr(self, name), f"traffic.{name}")
+        if self.wire_back and not self.wire:
+            raise UserError("traffic.wire_back: needs traffic.wire")
+
+    @property
+    def rank(self) -> int:
+        """Of the factors that are averaged instead of matrices; 0: there are none."""
+        kind, _, rank = self.gradients.partition(" ")
+        return int(rank) if kind == "rank" and rank.isdecimal() and len(rank) < DIGITS else 0
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the gradient of each replica is rounded by itself."""
+        return bool(self.gradients) and not self.rank and not CODECS[self.gradients].lossless
+
+    @property
+    def parts(self) -> int:
+        """Into which the microbatches of an iteration are divided, with a backward pass for each."""
+        return self.replicas if self.encodes else 1
+
+
+def _check_codec(codec: str, place: str) -> None:
+    if codec not in CODECS:
+        raise UserError(f"{place}: there is no codec '{codec}', but {', '.join(CODECS)}")
 
 
 @dataclass(frozen=True)
@@ -106,6 +157,8 @@ class Variant:
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
+    traffic: Traffic = Traffic()
+    """Codecs between nodes."""
     seeds: list[Annotated[int, SEED]] | None = None
     """Seeds instead of the study's."""
 
@@ -114,6 +167,8 @@ class Variant:
             raise UserError(f"variant '{self.name}': recipe.skip: say which share of the stages is skipped; '0': none")
         if self.breaks and self.recipe.bridges:
             raise UserError(f"variant '{self.name}': bridges need the rules: leave out 'breaks', or recipe.bridges")
+        if self.recipe.heal and self.traffic.gradients:
+            raise UserError(f"variant '{self.name}': traffic.gradients: not with recipe.heal; leave out one of them")
 
 
 @dataclass(frozen=True)
@@ -143,11 +198,13 @@ class Study:
         if not names or len(set(names)) < len(names):
             raise UserError("variant: a study has one or more, each with a name of its own")
         for each in self.variant:
-            if self.batch.microbatches % each.heal_split:
-                raise UserError(
-                    f"variant '{each.name}': heal_split: {self.batch.microbatches} microbatches do not divide into "
-                    f"{each.heal_split} equal parts"
-                )
+            left = self.batch.microbatches
+            for place, parts in (("heal_split", each.heal_split), ("traffic.replicas", each.traffic.replicas)):
+                if left % parts:
+                    raise UserError(
+                        f"variant '{each.name}': {place}: {left} microbatches do not divide into {parts} equal parts"
+                    )
+                left //= parts
         for run in self.runs:
             MOST_ITERATIONS.check(run.iterations, f"variant '{run.variant.name}': iterations that its tokens make")
 
@@ -236,6 +293,11 @@ class StudyRun:
         for name in ("heal_rate", "heal_split", "heal_passes"):
             if variant[name] == 1:
                 del variant[name]
+        if self.variant.traffic == Traffic():
+            del variant["traffic"]
+        measuring = asdict(study.measuring)
+        if not study.measuring.wire:
+            del measuring["wire"]
         del variant["model"]
         return {
             "model": self.variant.model or study.model,
@@ -243,7 +305,7 @@ class StudyRun:
             "iterations": self.iterations,
             "batch": asdict(study.batch),
             "learning": self.learning.to_json(),
-            "measuring": asdict(study.measuring),
+            "measuring": measuring,
             "train": [Path(each).name for each in study.train],
             "tests": [each.split("=")[0] for each in study.tests],
         }
@@ -265,7 +327,9 @@ class StudyRun:
             del recipe["bridges"]  # nothing goes over them before
         del settings["variant"], settings["iterations"]
         variant = self.variant
-        return _hash([settings, variant.stages, variant.layers, variant.breaks, recipe, lengths, young, self.seed])
+        traffic = [asdict(variant.traffic)] if variant.traffic != Traffic() else []
+        known = settings, variant.stages, variant.layers, variant.breaks, recipe, lengths, young, self.seed
+        return _hash([*known, *traffic])
 
 
 def _hash(what: Any) -> str:

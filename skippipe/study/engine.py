@@ -26,10 +26,12 @@ from skippipe.model.stage import EPSILON, Bridges, StageAdapters, StageModel, br
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
+from skippipe.study.config import Traffic
 from skippipe.study.path_sampling import group_by_stage
+from skippipe.study.traffic import Hops, gradient_sum
 
 WARM_UP = 3  # passes of a shape before it is recorded: they compile, and libraries allocate their memory
-COMPILED_KINDS = 64  # of passes of a layer: with adapters or without, with gradients or without, one or many samples
+COMPILED_KINDS = 128  # of passes of a layer (adapters, gradients, numbers of samples), or of codecs
 MOST_SHAPES = 32  # recorded; what comes in ever new shapes is not worth it
 
 
@@ -45,7 +47,7 @@ class StudyStep:
 
 @dataclass(frozen=True)
 class StudyShape:
-    """The paths of an iteration as far as kernels depend on them."""
+    """The paths of microbatches as far as kernels depend on them."""
 
     microbatches: int
     steps: tuple[StudyStep, ...]
@@ -62,6 +64,16 @@ class StudyShape:
             counts[step.stage] += step.visitors
         return counts
 
+    @classmethod
+    def merged(cls, shapes: Sequence[StudyShape]) -> StudyShape:
+        """That of all their microbatches."""
+        return cls(
+            sum(each.microbatches for each in shapes),
+            tuple(step for each in shapes for step in each.steps),
+            sum(each.skipping for each in shapes),
+            shapes[0].healing,
+        )
+
 
 class Engine:
     def __init__(
@@ -71,11 +83,13 @@ class Engine:
         learning: OptimConfig,
         recipe: SkipSchedule,
         *,
+        traffic: Traffic = Traffic(),  # noqa: B008
         device: str = "cpu",
         low_precision: bool = False,
         compiled: bool = False,
     ) -> None:
         self.recipe = recipe
+        self.traffic = traffic
         self.learning = learning
         self.device = device
         self._ranges = list(enumerate(layer_ranges(layers)))
@@ -84,7 +98,9 @@ class Engine:
         self._lay_bridges(self._new_bridges(spec))
         self.adapters = self._new_adapters(self.stages, spec.seed)
         self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
-        self._low_precision = low_precision
+        self._low_precision, self._compiled = low_precision, compiled
+        self._hops = Hops(compiled=compiled)
+        self._sum = gradient_sum(traffic, self._learned, compiled=compiled)
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
         self._teaching: Callable[[Tensor, Tensor, Tensor], Tensor] = self._distillation
         self._distance: Callable[[Tensor, Tensor], Tensor] = _distances
@@ -99,11 +115,17 @@ class Engine:
         can_record = device.startswith("cuda") and spec.router is None  # who goes to which expert is not data
         self._recordings = _GraphCache(device) if can_record else None
 
-    def begin_again(self, spec: ModelSpec, learning: OptimConfig, recipe: SkipSchedule) -> None:
-        """As new, with another seed or recipe, but adapters of the same rank; what was compiled stays."""
+    def begin_again(
+        self,
+        spec: ModelSpec,
+        learning: OptimConfig,
+        recipe: SkipSchedule,
+        traffic: Traffic = Traffic(),  # noqa: B008
+    ) -> None:
+        """As new, with another seed, recipe or traffic, but adapters of the same rank; what was compiled stays."""
         assert recipe.adapters == self.recipe.adapters
         before = self._recorded_with
-        self.recipe, self.learning = recipe, learning
+        self.recipe, self.learning, self.traffic = recipe, learning, traffic
         if self._recordings and self._recorded_with != before:
             self._recordings = _GraphCache(self.device)
         stages = [StageModel(spec, layers, ends=index == 0) for index, layers in self._ranges]
@@ -116,10 +138,13 @@ class Engine:
         bridges = self._new_bridges(spec)
         if self._recorded_with != before:
             self._lay_bridges(bridges)
+            self._sum = gradient_sum(traffic, self._learned, compiled=self._compiled)
         else:  # where recordings know them to be
             for each, weights in zip(bridges, self.bridge_weights, strict=True):
                 weights.values.copy_(FlatParams(each.named_parameters(), learning).values)
                 weights.reset(learning)
+            if self._sum:
+                self._sum.forget()
 
     def _new_bridges(self, spec: ModelSpec) -> list[Bridges]:
         return bridges_of(len(self.stages), spec.shape.hidden, self.recipe.bridges, spec.seed)
@@ -143,11 +168,15 @@ class Engine:
         """What recordings depend on beside their shape."""
         recipe = self.recipe
         of_recipe = recipe.early_exit, recipe.gradients, recipe.bridges, recipe.distill, recipe.distill_hidden
-        return self.learning.clip, recipe.adapters_by_hop, *of_recipe
+        return self.learning.clip, self.traffic, recipe.adapters_by_hop, *of_recipe
+
+    @property
+    def _learned(self) -> list[FlatParams]:
+        return [*self.weights, *self.bridge_weights, *self.adapter_weights]
 
     @property
     def parameters(self) -> int:
-        return sum(len(each.values) for each in [*self.weights, *self.bridge_weights, *self.adapter_weights])
+        return sum(len(each.values) for each in self._learned)
 
     def iteration(
         self,
@@ -165,6 +194,29 @@ class Engine:
         `young`: the stages that are visited are the whole model yet, and stand for no others. `healing`: only bridges
         and adapters learn. `rate`: instead of the one that `learning` has for this iteration.
         """
+        size = len(visits) // self.traffic.parts
+        samples = len(inputs) // len(visits)
+        replicas = [
+            self._shaped(visits[first : first + size], samples, young, healing) for first in range(0, len(visits), size)
+        ]
+        shapes = tuple(shape for shape, _, _ in replicas)
+        where = [each.to(self.device, non_blocking=True) for _, *both in replicas for each in both]
+        if self._recordings is None:
+            loss = self._gradients(shapes, inputs, labels, *where)
+        else:
+            loss = self._recordings.run(shapes, self._gradients, (inputs, labels, *where))
+        rate = self.learning.rate_at(number) if rate is None else rate
+        for weights, _ in self._learning_in(StudyShape.merged(shapes)):
+            weights.step(rate, 1.0)
+        if healing:
+            for weights in self.weights:
+                weights.gradient.zero_()
+        return loss
+
+    def _shaped(
+        self, visits: Sequence[Visits], samples: int, young: bool, healing: bool
+    ) -> tuple[StudyShape, Tensor, Tensor]:
+        """What `_through` needs to know of these paths: their shape, the places and the samples that are taught."""
         steps = group_by_stage(visits)
         next_stage = [dict(pairwise((*each, len(self.stages)))) for each in visits]
         targets = [next_stage[row][stage] for stage, rows in steps for row in rows]
@@ -178,7 +230,6 @@ class Engine:
             skipping=len(skipping) if self.bridges or self.adapters or self.recipe.distill else 0,
             healing=healing,
         )
-        samples = len(inputs) // len(visits)
         rows = [row * samples + sample for _, each in steps for row in each for sample in range(samples)]
         places = torch.tensor(
             [
@@ -188,23 +239,12 @@ class Engine:
             ]
         )
         taught = torch.tensor([row * samples + sample for row in skipping for sample in range(samples)])
-        given = inputs, labels, places.to(self.device, non_blocking=True), taught.to(self.device, non_blocking=True)
-        if self._recordings is None:
-            loss = self._gradients(shape, *given)
-        else:
-            loss = self._recordings.run(shape, self._gradients, given)
-        rate = self.learning.rate_at(number) if rate is None else rate
-        for weights, _ in self._learning_in(shape):
-            weights.step(rate, 1.0)
-        if healing:
-            for weights in self.weights:
-                weights.gradient.zero_()
-        return loss
+        return shape, places, taught
 
     @torch.no_grad()
-    def loss_of(self, inputs: Tensor, labels: Tensor, visits: Visits, drive: float) -> Tensor:
+    def loss_of(self, inputs: Tensor, labels: Tensor, visits: Visits, drive: float, wire: str = "") -> Tensor:
         """The mean loss of these samples through these stages, each but stage 0 driven so much; over bridges and with
-        adapters, if there are any, where stages are missing."""
+        adapters, if there are any, where stages are missing. `wire`: the codec of hops, whatever it was in training."""
         with self._autocast():
             hidden = self._embed(inputs)
             missing = torch.full((len(hidden),), len(self.stages) - len(visits), device=self.device)
@@ -215,10 +255,27 @@ class Engine:
                 hidden = made if stage == 0 or drive == 1.0 else torch.lerp(hidden, made, drive)
                 if self.bridges and target > stage + 1:
                     hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
+                hidden = self._hops.sent(hidden, wire)
             return self._loss(hidden, labels)
 
-    def _gradients(self, shape: StudyShape, inputs: Tensor, labels: Tensor, places: Tensor, taught: Tensor) -> Tensor:
-        """Forward and backward; then the gradients are what a step follows: means, clipped.
+    def _gradients(self, shapes: Sequence[StudyShape], inputs: Tensor, labels: Tensor, *where: Tensor) -> Tensor:
+        """Forward and backward, replica by replica; then the gradients are what a step follows: means, clipped."""
+        whole = StudyShape.merged(shapes)
+        losses = []
+        for replica, (shape, given, wanted) in enumerate(
+            zip(shapes, inputs.chunk(len(shapes)), labels.chunk(len(shapes)), strict=True)
+        ):
+            places, taught = where[2 * replica : 2 * replica + 2]
+            losses.append(self._backward(shape, given, wanted, places, taught, 1 / len(shapes)))
+            if self._sum:
+                self._sum.add(replica, [weights for weights, _ in self._learning_in(whole)])
+        self._clip(whole)
+        return torch.stack(losses).mean()
+
+    def _backward(
+        self, shape: StudyShape, inputs: Tensor, labels: Tensor, places: Tensor, taught: Tensor, part: float
+    ) -> Tensor:
+        """Forward and backward of microbatches that are such a part of all.
 
         `taught` are the samples that skip stages.
         """
@@ -235,8 +292,7 @@ class Engine:
                 total = total + share * self._teaching(_chosen(hidden, taught), teacher[-1], _chosen(labels, taught))
                 if self.recipe.distill_hidden:
                     total = total + self.recipe.distill_hidden / len(inputs) * apart
-        total.backward()  # type: ignore[no-untyped-call]
-        self._clip(shape)
+        (total if part == 1 else total * part).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def _stands_in(self, shape: StudyShape) -> bool:
@@ -253,6 +309,7 @@ class Engine:
             for stage in self.stages:
                 hidden = stage(hidden)
                 found.append(hidden)
+                hidden = self._hops.sent(hidden, self.traffic.wire)
         return torch.stack(found if self.recipe.distill_hidden else found[-1:])
 
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
@@ -310,6 +367,7 @@ class Engine:
             if teacher is not None and self.recipe.distill_hidden:
                 row = torch.searchsorted(taught, here).clamp(max=len(taught) - 1)
                 apart = apart + (self._distance(made, teacher[targets - 1, row]) * (missing > 0)).sum()
+            made = self._hops.sent(made, self.traffic.wire, self.traffic.wire_back)
             hidden = made if all_visit else hidden.index_copy(0, here, made)
         return hidden, balance, early, apart
 
@@ -390,6 +448,7 @@ def _chosen(whole: Tensor, rows: Tensor) -> Tensor:
     return chosen
 
 
+Shapes = tuple[StudyShape, ...]
 Given = tuple[Tensor, ...]
 Passes = Callable[..., Tensor]
 
@@ -399,17 +458,17 @@ class _GraphCache:
 
     def __init__(self, device: str) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # one for all: autograd remembers it
-        self._seen: Counter[StudyShape] = Counter()
-        self._recorded: dict[StudyShape, tuple[Any, Given, Tensor]] = {}
+        self._seen: Counter[Shapes] = Counter()
+        self._recorded: dict[Shapes, tuple[Any, Given, Tensor]] = {}
 
-    def run(self, shape: StudyShape, passes: Passes, given: Given) -> Tensor:
+    def run(self, shape: Shapes, passes: Passes, given: Given) -> Tensor:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             loss = self._run(shape, passes, given)
         torch.cuda.current_stream().wait_stream(self._stream)
         return loss
 
-    def _run(self, shape: StudyShape, passes: Passes, given: Given) -> Tensor:
+    def _run(self, shape: Shapes, passes: Passes, given: Given) -> Tensor:
         self._seen[shape] += 1
         if shape not in self._recorded:
             if self._seen[shape] <= WARM_UP or len(self._recorded) >= MOST_SHAPES:
@@ -423,7 +482,7 @@ class _GraphCache:
         graph.replay()
         return loss.clone()
 
-    def _record(self, shape: StudyShape, passes: Passes, given: Given) -> None:
+    def _record(self, shape: Shapes, passes: Passes, given: Given) -> None:
         places = tuple(each.clone() for each in given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):

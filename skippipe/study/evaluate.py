@@ -73,25 +73,30 @@ class SubsetLoss:
         return asdict(self)
 
 
-def mean_loss(engine: Engine, text: EvalText, tokens: int, visits: Visits, drive: float = 1.0) -> float:
-    """Loss on so many tokens of a text, through these stages."""
-    losses = [engine.loss_of(inputs, labels, visits, drive) for inputs, labels in text.evaluated(tokens)]
+def mean_loss(engine: Engine, text: EvalText, tokens: int, visits: Visits, drive: float = 1.0, wire: str = "") -> float:
+    """Loss on so many tokens of a text, through these stages; `wire`: with this codec on hops."""
+    losses = [engine.loss_of(inputs, labels, visits, drive, wire) for inputs, labels in text.evaluated(tokens)]
     return float(torch.stack(losses).double().mean())
 
 
 def part_losses(
-    engine: Engine, texts: dict[str, EvalText], kept: list[int], draws: int, tokens: int, seed: int
+    engine: Engine, texts: dict[str, EvalText], kept: list[int], draws: int, tokens: int, seed: int, wire: str = ""
 ) -> list[SubsetLoss]:
-    """Losses of the whole model and, for each number of stages that are kept, of so many parts, on the same windows."""
+    """Losses of the whole model and, for each number of stages that are kept, of so many parts, on the same windows;
+    `wire`: with this codec on hops."""
+
+    def loss(text: EvalText, part: Visits, drive: float) -> float:
+        return mean_loss(engine, text, tokens, part, drive, wire)
+
     stages = len(engine.stages)
     whole = tuple(range(stages))
-    found = [SubsetLoss(name, whole, 0.0, mean_loss(engine, text, tokens, whole)) for name, text in texts.items()]
+    found = [SubsetLoss(name, whole, 0.0, loss(text, whole, 1.0)) for name, text in texts.items()]
     for visited in kept:
         most = residual_scale_of("scaled", stages, visited)
         for part in draw_subsets(stages, visited, draws, seed):
             for drive in DRIVES if most > 1 else (0.0,):
                 for name, text in texts.items():
-                    found.append(SubsetLoss(name, part, drive, mean_loss(engine, text, tokens, part, most**drive)))
+                    found.append(SubsetLoss(name, part, drive, loss(text, part, most**drive)))
     return found
 
 

@@ -39,6 +39,7 @@ def iteration_paths(run: StudyRun) -> Iterator[IterationPaths]:
     whole = there = tuple(range(stages))
     for number in range(run.iterations):
         parts, passes = run.steps(number)
+        parts *= run.variant.traffic.replicas
         lengths = run.path_lengths(number, parts)
         if recipe.is_young(number, run.iterations):
             there = young_stages(stages, lengths[0])

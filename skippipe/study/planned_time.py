@@ -29,7 +29,7 @@ from skippipe.planner.published import Example, published_plan
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.study.config import PlanSettings, Study, Variant
+from skippipe.study.config import PlanSettings, Study, Traffic, Variant
 from skippipe.timeline import Timing
 from skippipe.toml_config import from_table
 from skippipe.value_ranges import CENTURY_S, LAYERS, POSITIVE, Range
@@ -180,7 +180,8 @@ def most_frequent(phases: Mapping[TimedPhase, Fraction | int]) -> TimedPhase:
 def variant_of(result: Mapping[str, Any]) -> Variant:
     """The variant that was trained."""
     settings = result["settings"]["variant"]
-    return Variant(**{**settings, "recipe": SkipSchedule(**settings["recipe"])})
+    traffic = Traffic(**settings.get("traffic", {}))
+    return Variant(**{**settings, "recipe": SkipSchedule(**settings["recipe"]), "traffic": traffic})
 
 
 def elapsed_s(result: Mapping[str, Any], times: PlannedTimes, *, moving: bool = False) -> list[float] | None:

@@ -1,11 +1,11 @@
 """Variants × seeds, one after another. A line of JSON for every run that is done; those are not done again.
 
     {"study", "variant", "seed", "key", "settings", "parameters", "tokens", "lengths", "curve", "whole", "parts",
-     "routers", "seconds", "tokens_per_s", "device", "date"}
+     "parts_by_wire", "routers", "seconds", "tokens_per_s", "device", "date"}
 
 `curve` has [iteration, tokens, training loss since the last evaluation, held-out loss] for every evaluation, `whole`
-the loss on every text in the end, `parts` that of parts of the model, `lengths` how many iterations had paths of
-which length.
+the loss on every text in the end, `parts` that of parts of the model, `parts_by_wire` the same with codecs on hops,
+`lengths` how many iterations had paths of which length.
 """
 
 from __future__ import annotations
@@ -174,16 +174,19 @@ class Runner:
                 name: round(mean_loss(engine, text, measuring.final_tokens, paths.there), 5)
                 for name, text in self.texts.items()
             },
-            "parts": [
-                {**each.to_json(), "loss": round(each.loss, 5)}
-                for each in part_losses(engine, self.texts, kept, measuring.draws, measuring.part_tokens, run.seed)
-            ],
+            "parts": self._parts(run, engine, kept),
+            "parts_by_wire": {wire: self._parts(run, engine, kept, wire) for wire in measuring.wire},
             "routers": router_use(engine, self.texts, measuring.part_tokens),
             "seconds": round(seconds, 2),
             "tokens_per_s": round(run.iterations * batch.tokens / seconds),
             "device": self.device.model,
             "date": datetime.now(UTC).date().isoformat(),
         }
+
+    def _parts(self, run: StudyRun, engine: Engine, kept: list[int], wire: str = "") -> list[dict[str, Any]]:
+        measuring = run.study.measuring
+        losses = part_losses(engine, self.texts, kept, measuring.draws, measuring.part_tokens, run.seed, wire)
+        return [{**each.to_json(), "loss": round(each.loss, 5)} for each in losses]
 
     def _keep(self, run: StudyRun, folder: Path) -> None:
         """In bfloat16, as transformers and `skippipe score` load it."""
@@ -213,13 +216,14 @@ class Runner:
         spec, layers = self._model(run)
         kind = self._kind(run)
         if kind in self._engines:
-            self._engines[kind].begin_again(spec, run.learning, variant.recipe)
+            self._engines[kind].begin_again(spec, run.learning, variant.recipe, variant.traffic)
         else:
             self._engines[kind] = Engine(
                 spec,
                 layers,
                 run.learning,
                 variant.recipe,
+                traffic=variant.traffic,
                 device=self.device.name,
                 low_precision=self.device.low_precision,
                 compiled=self.device.compiled,

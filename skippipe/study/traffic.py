@@ -1,0 +1,188 @@
+"""What codecs on the wire do to training, without a wire: hops that round, and gradients that are summed from what
+replicas can tell each other of them.
+
+Everything runs within CUDA graphs: the memory of errors lies in one place, and nothing asks for a value.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from skippipe.codecs import CODECS
+from skippipe.model.flat_params import FlatParams
+from skippipe.study.config import Traffic
+
+Rounding = Callable[[Tensor], Tensor]
+SMALLEST_NORM = 1e-30  # of a column; a shorter one is taken for zero
+
+
+class _Hop(torch.autograd.Function):
+    """Activations as they arrive; their gradient as it arrives on its way back."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, there: Rounding, back: Rounding) -> Tensor:
+        ctx.back = back
+        return there(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
+
+
+class Hops:
+    """Hops from stage to stage through codecs.
+
+    All microbatches of a hop are rounded at once: the same as one by one, if the values of each fill whole blocks.
+    """
+
+    def __init__(self, *, compiled: bool) -> None:
+        self._compiled = compiled
+        self._roundings: dict[str, Rounding] = {}
+
+    def sent(self, hidden: Tensor, wire: str, back: str = "") -> Tensor:
+        """What arrives of it; "": everything."""
+        if not wire:
+            return hidden
+        arrived: Tensor = _Hop.apply(hidden, self._rounding(wire), self._rounding(back or wire))  # type: ignore[no-untyped-call]
+        return arrived
+
+    def _rounding(self, codec: str) -> Rounding:
+        if codec not in self._roundings:
+            rounded = CODECS[codec].rounded
+
+            def as_it_was(tensor: Tensor) -> Tensor:
+                return rounded(tensor).to(tensor.dtype)
+
+            self._roundings[codec] = torch.compile(as_it_was, dynamic=False) if self._compiled else as_it_was
+        return self._roundings[codec]
+
+
+class GradientSum(Protocol):
+    """The sum of a stage's gradient over its replicas, with what each remembers from one iteration to the next."""
+
+    def add(self, replica: int, learning: Sequence[FlatParams]) -> None:
+        """Take the gradients that this replica has found. After the last replica they are the sums."""
+
+    def forget(self) -> None:
+        """As new."""
+
+
+def gradient_sum(traffic: Traffic, held: Sequence[FlatParams], *, compiled: bool) -> GradientSum | None:
+    """None: the gradients of all replicas are added up as they are."""
+    if traffic.rank:
+        return LowRankSum(traffic.rank, held)
+    return EncodedSum(traffic.gradients, traffic.parts, held, compiled=compiled) if traffic.encodes else None
+
+
+class EncodedSum:
+    """The direct exchange of a stage's nodes: all but one send their gradients to that one, which sends the sum back,
+    every message encoded, every sender with error feedback (`GradientAverager`).
+
+    On nodes every replica is the root of a piece. Here the last one is that of the whole gradient: replicas get
+    microbatches by chance, so that which of them it is makes no difference.
+    """
+
+    def __init__(self, codec: str, replicas: int, held: Sequence[FlatParams], *, compiled: bool) -> None:
+        rounded = CODECS[codec].rounded
+        feedback = CODECS[codec].error_feedback
+        self._remainders = {each: [torch.zeros_like(each.gradient) for _ in range(replicas)] for each in held}
+        self._sums = {each: torch.zeros_like(each.gradient) for each in held}
+
+        def sent(gradient: Tensor, remainder: Tensor) -> Tensor:
+            whole = gradient + remainder
+            arrived = rounded(whole).float()
+            if feedback:
+                remainder.copy_(whole - arrived)
+            return arrived
+
+        self._sent: Callable[[Tensor, Tensor], Tensor] = torch.compile(sent, dynamic=False) if compiled else sent
+
+    @torch.no_grad()
+    def add(self, replica: int, learning: Sequence[FlatParams]) -> None:
+        for each in learning:
+            remainders, total, gradient = self._remainders[each], self._sums[each], each.gradient
+            if replica < len(remainders) - 1:
+                total.add_(self._sent(gradient, remainders[replica]))
+                gradient.zero_()
+            else:
+                gradient.copy_(self._sent(gradient.add_(total), remainders[replica]))
+                total.zero_()
+
+    def forget(self) -> None:
+        for remainders in self._remainders.values():
+            for each in remainders:
+                each.zero_()
+
+
+class LowRankSum:
+    """PowerSGD (Vogels, Karimireddy and Jaggi, 2019): of a matrix, replicas sum its product with the factor of the
+    iteration before, then that of its transpose with what came out, made orthonormal.
+
+    Both sums are exact and all of it is linear in the gradient: so the sum of the replicas' gradients, with the sum of
+    their errors, is all that counts, and there is one of each here. Vectors, and matrices that are no larger than
+    their factors, are summed as they are.
+    """
+
+    def __init__(self, rank: int, held: Sequence[FlatParams]) -> None:
+        self._rank = rank
+        self._remainders = {each: torch.zeros_like(each.gradient) for each in held}
+        self._factors: dict[tuple[FlatParams, int], Tensor] = {}
+        for each in held:
+            for slot in each.slots:
+                rows, columns = _matrix(slot.shape)
+                if rank * (rows + columns) < rows * columns:
+                    self._factors[each, slot.start] = each.gradient.new_empty(columns, rank)
+        self.forget()
+
+    @torch.no_grad()
+    def add(self, replica: int, learning: Sequence[FlatParams]) -> None:  # noqa: ARG002
+        alike: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
+        for each in learning:
+            for slot in each.slots:
+                factor = self._factors.get((each, slot.start))
+                if factor is not None:
+                    shape, cut = _matrix(slot.shape), slice(slot.start, slot.start + slot.size)
+                    places = each.gradient[cut].view(shape), self._remainders[each][cut].view(shape), factor
+                    alike[shape].append(places)
+        for group in alike.values():  # those of one shape together: there are many small steps
+            gradients, remainders, factors = (list(each) for each in zip(*group, strict=True))
+            whole = torch.stack(gradients) + torch.stack(remainders)
+            left = orthonormal(whole @ torch.stack(factors))
+            right = whole.mT @ left
+            told = left @ right.mT
+            torch._foreach_copy_(gradients, list(told))
+            torch._foreach_copy_(remainders, list(whole - told))
+            torch._foreach_copy_(factors, list(right))
+
+    def forget(self) -> None:
+        chance = torch.Generator().manual_seed(0)
+        for factor in self._factors.values():
+            factor.copy_(torch.randn(factor.shape, generator=chance))
+        for each in self._remainders.values():
+            each.zero_()
+
+
+def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a weight; a vector has one column."""
+    rows, *others = shape
+    columns = 1
+    for each in others:
+        columns *= each
+    return rows, columns
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """The columns of each matrix made orthonormal, by Gram and Schmidt: factorisations of a library may wait for the
+    device."""
+    found = columns.clone()
+    for at in range(found.shape[-1]):
+        one = found[..., at : at + 1]
+        one /= torch.linalg.vector_norm(one, dim=-2, keepdim=True).clamp(min=SMALLEST_NORM)
+        others = found[..., at + 1 :]
+        others -= one @ (one.mT @ others)
+    return found

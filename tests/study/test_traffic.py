@@ -1,0 +1,186 @@
+"""Codecs in studies: hops and sums of gradients as nodes have them, low rank as it was published, old results kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from skippipe.codecs import CODECS
+from skippipe.collectives.peer_to_peer import GradientAverager
+from skippipe.collectives.schedule import Averaging, Piece
+from skippipe.errors import UserError
+from skippipe.model.flat_params import FlatParams
+from skippipe.model.model_spec import ModelSpec
+from skippipe.plan import Lane, Plan
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.study.config import EvalSettings, Study, Traffic, Variant
+from skippipe.study.engine import Engine
+from skippipe.study.path_sampling import group_by_stage, iteration_paths
+from skippipe.study.planned_time import variant_of
+from skippipe.study.traffic import LowRankSum
+from skippipe.training.reference import ReferenceTrainer
+from tests.helpers.exact_training import plan_of, sampler_of
+from tests.study.test_engine import COARSE
+
+REPLICAS = 3
+LANES = tuple(Lane(nodes, 1) for nodes in [(0, 2, 6), (1, 5, 7), (0, 3, 5), (1, 4, 6), (0, 2, 5), (1, 5, 6)])
+EXCHANGE = Averaging((0, 1, 2), (Piece(root=2, share=1),)).schedule
+
+
+class Replicated(ReferenceTrainer):
+    """Microbatch by microbatch, with the averagers of nodes: every third of the lanes is that of one replica."""
+
+    def average_with(self, codec: str) -> None:
+        self._parts = [[torch.zeros_like(stage.weights.gradient) for _ in range(REPLICAS)] for stage in self.stages]
+        self._averagers = [[GradientAverager(part, codec) for part in parts] for parts in self._parts]
+
+    def _forward_backward(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
+        loss = super()._forward_backward(plan, iteration, lane, microbatch)
+        replica, last = divmod(lane, len(LANES) // REPLICAS)
+        if last:
+            for stage, parts in zip(self.stages, self._parts, strict=True):
+                parts[replica].copy_(stage.weights.gradient)
+                stage.weights.gradient.zero_()
+        if lane == len(LANES) - 1:
+            for stage, averagers in zip(self.stages, self._averagers, strict=True):
+                *others, root = averagers
+                for each in averagers:
+                    each.begin(EXCHANGE)
+                total = root.contribute(0, [each.contribute(0, [], total=False) for each in others], total=True)
+                others[0].adopt(0, total)
+                stage.weights.gradient.copy_(others[0].summed)
+                for each in averagers:
+                    each.close(followed=True)
+        return loss
+
+
+def trained(plan: Plan, spec: ModelSpec, traffic: Traffic, iterations: int = 4) -> list[Tensor]:
+    engine = Engine(spec, plan.layers, COARSE, SkipSchedule("1/4"), traffic=traffic)
+    sampler, visits = sampler_of(plan), [plan.visits(lane) for lane in LANES]
+    for number in range(iterations):
+        batches = [sampler.batch(number, microbatch) for microbatch in range(plan.microbatches)]
+        inputs, labels = (torch.cat([torch.from_numpy(batch[side]) for batch in batches]) for side in (0, 1))
+        engine.iteration(number, inputs, labels, visits)
+    return [each.values for each in engine.weights]
+
+
+def apart(one: list[Tensor], other: list[Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.cat(one) - torch.cat(other)))
+
+
+@pytest.mark.parametrize(("wire", "gradients"), [("int8", "fp32"), ("fp32", "int8"), ("int8", "int8")])
+def test_traffic_is_that_of_nodes(wire: str, gradients: str) -> None:
+    plan, spec = plan_of(LANES, wire_dtype=wire)
+    alone = Replicated(plan, spec, COARSE, sampler_of(plan))
+    alone.average_with(gradients)
+    for number in range(4):
+        alone.iteration(number)
+    found = trained(plan, spec, Traffic(wire, gradients=gradients, replicas=REPLICAS))
+    plain = trained(plan, spec, Traffic())
+    expected = [each.weights.values for each in alone.stages]
+    # what lies between two steps of a codec may be rounded either way, in sums of another order
+    assert apart(found, expected) < 0.1 * apart(found, plain)
+
+
+def test_lossless_codecs_change_nothing() -> None:
+    plan, spec = plan_of(LANES)
+    plain = trained(plan, spec, Traffic())
+    assert apart(trained(plan, spec, Traffic("fp32", gradients="fp32", replicas=REPLICAS)), plain) == 0
+    assert apart(trained(plan, spec, Traffic(gradients="rank 32")), plain) == 0, "no matrix is larger than its factors"
+
+
+def test_low_rank_is_powersgd() -> None:
+    """With errors of its own for each of three workers, as published."""
+    chance = torch.Generator().manual_seed(0)
+    weights = FlatParams(
+        [("a", torch.nn.Parameter(torch.zeros(12, 9))), ("b", torch.nn.Parameter(torch.zeros(9)))], COARSE
+    )
+    low_rank = LowRankSum(2, [weights])
+    factor = low_rank._factors[weights, 0].clone()
+    errors = [torch.zeros(12, 9) for _ in range(REPLICAS)]
+    for _ in range(3):
+        found = [torch.randn(12 * 9 + 9, generator=chance) for _ in range(REPLICAS)]
+        weights.gradient.copy_(sum(found))
+        low_rank.add(0, [weights])
+        wholes = [each[:108].view(12, 9) + error for each, error in zip(found, errors, strict=True)]
+        left, _ = torch.linalg.qr(sum(each @ factor for each in wholes))
+        rights = [each.T @ left for each in wholes]
+        errors = [each - left @ right.T for each, right in zip(wholes, rights, strict=True)]
+        factor = sum(rights)
+        torch.testing.assert_close(weights.gradient[:108].view(12, 9), left @ factor.T, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(weights.gradient[108:], sum(found)[108:])
+        factor = low_rank._factors[weights, 0].clone()  # the same up to signs, by which nothing else changes
+    torch.testing.assert_close(low_rank._remainders[weights][:108].view(12, 9), sum(errors), rtol=1e-4, atol=1e-5)
+
+
+def test_engines_that_begin_again_remember_nothing() -> None:
+    plan, spec = plan_of(LANES)
+    tokens = torch.randint(0, 97, (6, 8), generator=torch.Generator().manual_seed(0))
+    visits = [plan.visits(lane) for lane in LANES]
+
+    def after(engine: Engine) -> list[Tensor]:
+        for number in range(3):
+            engine.iteration(number, tokens, tokens, visits)
+        return [each.values.clone() for each in engine.weights]
+
+    recipe = SkipSchedule("1/4")
+    engine = Engine(spec, plan.layers, COARSE, recipe)
+    for traffic in (Traffic("int8", gradients="int8", replicas=REPLICAS), Traffic(gradients="rank 2"), Traffic()):
+        new = after(Engine(spec, plan.layers, COARSE, recipe, traffic=traffic))
+        for _ in range(2):
+            engine.begin_again(spec, COARSE, recipe, traffic)
+            assert apart(after(engine), new) == 0
+
+
+def test_evaluation_through_a_codec_rounds_every_hop() -> None:
+    plan, spec = plan_of(LANES)
+    engine = Engine(spec, plan.layers, COARSE, SkipSchedule("1/4"))
+    tokens = torch.randint(0, 97, (2, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden = engine.stages[0].embed(tokens)
+        for stage in (0, 2, 3):
+            hidden = CODECS["int8"].rounded(engine.stages[stage](hidden))
+        expected = engine.stages[0].loss(hidden, tokens)
+    assert float(engine.loss_of(tokens, tokens, (0, 2, 3), 1.0, "int8")) == pytest.approx(float(expected), rel=1e-6)
+    assert engine.loss_of(tokens, tokens, (0, 2, 3), 1.0) != expected
+
+
+def test_results_from_before_codecs_are_still_known() -> None:
+    study = Study("headline", [Variant("full")])
+    assert study.runs[0].key == "9d76a9eb7c2f6462"
+    coded = Variant("coded", traffic=Traffic("int8", gradients="rank 4", replicas=3))
+    study = replace(study, variant=[coded], measuring=EvalSettings(wire=["int8"]))
+    (run,) = study.runs
+    assert run.settings["variant"]["traffic"] == {"wire": "int8", "wire_back": "", "gradients": "rank 4", "replicas": 3}
+    assert run.settings["measuring"]["wire"] == ["int8"]
+    assert variant_of({"settings": run.settings}).traffic == coded.traffic
+
+
+def test_replicas_have_parts_of_one_shape() -> None:
+    """Or on a GPU hardly any pass would be one that was recorded."""
+    traffic = Traffic(gradients="int8", replicas=3)
+    study = Study("parts", [Variant("one", SkipSchedule("1/3"), traffic=traffic)], tokens=5 * 30_720)
+    shapes = {
+        tuple((stage, len(rows)) for stage, rows in group_by_stage(turn.visits[first : first + 10]))
+        for turn in iteration_paths(study.runs[0])
+        for first in (0, 10, 20)
+    }
+    assert shapes == {((0, 10), *((stage, 6) for stage in range(1, 6)))}
+
+
+@pytest.mark.parametrize(
+    ("traffic", "error"),
+    [
+        ({"wire": "int3"}, r"traffic\.wire: there is no codec 'int3', but fp32"),
+        ({"gradients": "rank x"}, r"traffic\.gradients: there is no codec 'rank x'"),
+        ({"wire_back": "int8"}, r"needs traffic\.wire"),
+        ({"replicas": 4}, "30 microbatches do not divide into 4 equal parts"),
+    ],
+)
+def test_traffic_that_makes_no_sense(traffic: dict[str, Any], error: str) -> None:
+    with pytest.raises(UserError, match=error):
+        Study("wrong", [Variant("one", traffic=Traffic(**traffic))])
