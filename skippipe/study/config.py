@@ -95,7 +95,7 @@ class Traffic:
     wire: str = ""
     """Codec of activations on a hop."""
     wire_back: str = ""
-    """Codec of their gradients on the way back; empty: the same."""
+    """Codec of their gradients on the way back; empty: the one that goes with it."""
     gradients: str = ""
     """Codec of weight gradients while they are averaged, in a direct exchange and with error feedback; or "rank 16":
     factors of this rank of every matrix (PowerSGD)."""

@@ -28,10 +28,10 @@ from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
 from skippipe.study.config import Traffic
 from skippipe.study.path_sampling import group_by_stage
-from skippipe.study.traffic import Hops, gradient_sum
+from skippipe.study.traffic import gradient_sum, sent
 
 WARM_UP = 3  # passes of a shape before it is recorded: they compile, and libraries allocate their memory
-COMPILED_KINDS = 128  # of passes of a layer (adapters, gradients, numbers of samples), or of codecs
+COMPILED_KINDS = 64  # of passes of a layer: with adapters or without, with gradients or without, one or many samples
 MOST_SHAPES = 32  # recorded; what comes in ever new shapes is not worth it
 
 
@@ -98,9 +98,8 @@ class Engine:
         self._lay_bridges(self._new_bridges(spec))
         self.adapters = self._new_adapters(self.stages, spec.seed)
         self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
-        self._low_precision, self._compiled = low_precision, compiled
-        self._hops = Hops(compiled=compiled)
-        self._sum = gradient_sum(traffic, self._learned, compiled=compiled)
+        self._low_precision = low_precision
+        self._sum = gradient_sum(traffic, self._learned)
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
         self._teaching: Callable[[Tensor, Tensor, Tensor], Tensor] = self._distillation
         self._distance: Callable[[Tensor, Tensor], Tensor] = _distances
@@ -138,7 +137,7 @@ class Engine:
         bridges = self._new_bridges(spec)
         if self._recorded_with != before:
             self._lay_bridges(bridges)
-            self._sum = gradient_sum(traffic, self._learned, compiled=self._compiled)
+            self._sum = gradient_sum(traffic, self._learned)
         else:  # where recordings know them to be
             for each, weights in zip(bridges, self.bridge_weights, strict=True):
                 weights.values.copy_(FlatParams(each.named_parameters(), learning).values)
@@ -255,7 +254,7 @@ class Engine:
                 hidden = made if stage == 0 or drive == 1.0 else torch.lerp(hidden, made, drive)
                 if self.bridges and target > stage + 1:
                     hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
-                hidden = self._hops.sent(hidden, wire)
+                hidden = sent(hidden, wire)
             return self._loss(hidden, labels)
 
     def _gradients(self, shapes: Sequence[StudyShape], inputs: Tensor, labels: Tensor, *where: Tensor) -> Tensor:
@@ -309,7 +308,7 @@ class Engine:
             for stage in self.stages:
                 hidden = stage(hidden)
                 found.append(hidden)
-                hidden = self._hops.sent(hidden, self.traffic.wire)
+                hidden = sent(hidden, self.traffic.wire)
         return torch.stack(found if self.recipe.distill_hidden else found[-1:])
 
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
@@ -367,7 +366,7 @@ class Engine:
             if teacher is not None and self.recipe.distill_hidden:
                 row = torch.searchsorted(taught, here).clamp(max=len(taught) - 1)
                 apart = apart + (self._distance(made, teacher[targets - 1, row]) * (missing > 0)).sum()
-            made = self._hops.sent(made, self.traffic.wire, self.traffic.wire_back)
+            made = sent(made, self.traffic.wire, self.traffic.wire_back)
             hidden = made if all_visit else hidden.index_copy(0, here, made)
         return hidden, balance, early, apart
 

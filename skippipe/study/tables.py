@@ -2,7 +2,9 @@
 
     headline      every variant in a line
     texts         loss of the whole model on every text
+    codecs        what codecs in training cost
     parts         what is lost when stages are left out, after training
+    parts_by_wire what codecs on hops cost then
     time_to_loss  when a variant is as good as the full model
     equal_time    how good it is when another one ends
     curves        loss while training
@@ -16,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean, stdev
 from typing import Any
@@ -24,8 +26,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skippipe.codecs import gradient_codec
 from skippipe.report.summary import NOTHING, Table
-from skippipe.study.config import Study
+from skippipe.study.config import Study, Traffic
 from skippipe.study.planned_time import PlannedTimes, counted, elapsed_s, phases_of, variant_of
 
 Result = Mapping[str, Any]
@@ -56,7 +59,7 @@ def outdated_variants(runs: Runs, study: Study) -> list[str]:
 
 
 def all_tables(runs: Runs, times: PlannedTimes | None) -> list[Table]:
-    found = [headline(runs, times), texts(runs), parts(runs)]
+    found = [headline(runs, times), texts(runs), codecs(runs), parts(runs), parts_by_wire(runs)]
     if times:
         found += [time_to_loss(runs, times), equal_time(runs, times)]
     found += [curves(runs), routers(runs)]
@@ -118,6 +121,28 @@ def texts(runs: Runs) -> Table | None:
     return Table("Texts", note, ("variant", *names), rows) if len(names) > 1 else None
 
 
+def codecs(runs: Runs) -> Table | None:
+    """Variants with codecs beside the one that has the same recipe and none."""
+
+    def settings(seeds: Seeds) -> tuple[dict[str, Any], dict[str, Any]]:
+        variant = next(iter(seeds.values()))["settings"]["variant"]
+        return variant["recipe"], {**asdict(Traffic()), **variant.get("traffic", {})}
+
+    rows = []
+    for name, seeds in runs.items():
+        recipe, traffic = settings(seeds)
+        plain = {**traffic, "wire": "", "wire_back": "", "gradients": ""}
+        control = next((other for other, each in runs.items() if settings(each) == (recipe, plain)), None)
+        if traffic != plain and control:
+            apart = spread(gaps(runs, name, _whole, control), "+.4f")
+            back = traffic["wire_back"] or (gradient_codec(traffic["wire"]) if traffic["wire"] else "")
+            names = (each or NOTHING for each in (traffic["wire"], back, traffic["gradients"]))
+            rows.append((name, *names, spread([_whole(result) for result in seeds.values()], ".4f"), apart))
+    headings = ("variant", "activations", "their gradients", "weight gradients", "loss", "gap")
+    note = "Loss of the whole model, evaluated without codecs; gap to the same recipe trained without."
+    return Table("Codecs in training", note, headings, rows) if rows else None
+
+
 @dataclass(frozen=True)
 class Increase:
     """Increase of the perplexity when only so many stages are kept: 0.1 is 10% more than the same model has whole."""
@@ -154,10 +179,10 @@ def increases(seeds: Seeds) -> list[Increase]:
 class _Parts:
     """The losses of all parts of one model, and of the whole on the same windows."""
 
-    def __init__(self, result: Result) -> None:
+    def __init__(self, result: Result, parts: Sequence[Mapping[str, Any]] | None = None) -> None:
         self.stages: int = result["settings"]["variant"]["stages"]
         self._losses: dict[tuple[str, int, float], list[float]] = {}
-        for part in result["parts"]:
+        for part in result["parts"] if parts is None else parts:
             self._losses.setdefault((part["text"], len(part["stages"]), part["drive"]), []).append(part["loss"])
         self.whole = {text: losses[0] for (text, kept, _), losses in self._losses.items() if kept == self.stages}
         self.sizes = {kept for _, kept, _ in self._losses} - {self.stages}
@@ -171,6 +196,12 @@ class _Parts:
 
     def increases(self, text: str, kept: int, drive: float) -> list[float]:
         return [math.expm1(loss - self.whole[text]) for loss in self._losses[text, kept, drive]]
+
+    def increase_to(self, other: _Parts, text: str, kept: int) -> float:
+        """From these losses to others of the same parts, at the drive that is best for these."""
+        drive = min(self.drives(kept), key=lambda drive: self.mean(kept, drive))
+        pairs = zip(self._losses[text, kept, drive], other._losses[text, kept, drive], strict=True)
+        return fmean(math.expm1(after - before) for before, after in pairs)
 
 
 def parts(runs: Runs) -> Table | None:
@@ -192,6 +223,25 @@ def parts(runs: Runs) -> Table | None:
     )
     headings = ("variant", "text", "kept stages", "exponent", "mean", "best part", "worst part", "mean, undriven")
     return Table("Parts of the model", note, headings, rows) if rows else None
+
+
+def parts_by_wire(runs: Runs) -> Table | None:
+    rows = []
+    for name, seeds in runs.items():
+        measured: dict[tuple[str, str, int, int], list[float]] = {}
+        for result in seeds.values():
+            plain = _Parts(result)
+            for wire, losses in result.get("parts_by_wire", {}).items():
+                rounded = _Parts(result, losses)
+                for text in plain.whole:
+                    for kept in sorted({plain.stages, *plain.sizes}, reverse=True):
+                        more = plain.increase_to(rounded, text, kept)
+                        measured.setdefault((wire, text, kept, plain.stages), []).append(more)
+        for (wire, text, kept, stages), increase in measured.items():
+            rows.append((name, wire, text, f"{kept} of {stages}", spread(increase, "+.2%")))
+    note = "Increase of the perplexity against the same stages without a codec, mean over the parts that were drawn."
+    headings = ("variant", "codec of hops", "text", "stages", "increase")
+    return Table("Codecs on hops after training", note, headings, rows) if rows else None
 
 
 def time_to_loss(runs: Runs, times: PlannedTimes) -> Table | None:
@@ -335,9 +385,9 @@ def spread(values: Sequence[float], form: str) -> str:
     return mean if len(values) < 2 else f"{mean} ± {stdev(values):{size}}"
 
 
-def gaps(runs: Runs, name: str, figure: Callable[[Result], float | None]) -> list[float]:
-    """How much more of something a variant has than the full one, for every seed that both have."""
-    full = runs.get(FULL, {}) if name != FULL else {}
+def gaps(runs: Runs, name: str, figure: Callable[[Result], float | None], control: str = FULL) -> list[float]:
+    """How much more of something a variant has than the full or another one, for every seed that both have."""
+    full = runs.get(control, {}) if name != control else {}
     pairs = ((figure(result), figure(full[seed])) for seed, result in runs[name].items() if seed in full)
     return [own - full for own, full in pairs if own is not None and full is not None]
 

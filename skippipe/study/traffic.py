@@ -7,59 +7,44 @@ Everything runs within CUDA graphs: the memory of errors lies in one place, and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, gradient_codec
 from skippipe.model.flat_params import FlatParams
 from skippipe.study.config import Traffic
 
-Rounding = Callable[[Tensor], Tensor]
 SMALLEST_NORM = 1e-30  # of a column; a shorter one is taken for zero
+
+
+def sent(hidden: Tensor, wire: str, back: str = "") -> Tensor:
+    """What arrives of activations after a hop; wire "": all of them.
+
+    Microbatches are rounded together: the same as one by one, if the values of each fill whole blocks. Codecs are not
+    compiled: that would leave out roundings, and a variant is compiled for longer than it then wins.
+    """
+    if not wire:
+        return hidden
+    arrived: Tensor = _Hop.apply(hidden, wire, back or gradient_codec(wire))  # type: ignore[no-untyped-call]
+    return arrived
 
 
 class _Hop(torch.autograd.Function):
     """Activations as they arrive; their gradient as it arrives on its way back."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, there: Rounding, back: Rounding) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, wire: str, back: str) -> Tensor:
         ctx.back = back
-        return there(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):  # as on nodes: codecs compute in fp32
+            return CODECS[wire].rounded(hidden).to(hidden.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(gradients[0]), None, None
-
-
-class Hops:
-    """Hops from stage to stage through codecs.
-
-    All microbatches of a hop are rounded at once: the same as one by one, if the values of each fill whole blocks.
-    """
-
-    def __init__(self, *, compiled: bool) -> None:
-        self._compiled = compiled
-        self._roundings: dict[str, Rounding] = {}
-
-    def sent(self, hidden: Tensor, wire: str, back: str = "") -> Tensor:
-        """What arrives of it; "": everything."""
-        if not wire:
-            return hidden
-        arrived: Tensor = _Hop.apply(hidden, self._rounding(wire), self._rounding(back or wire))  # type: ignore[no-untyped-call]
-        return arrived
-
-    def _rounding(self, codec: str) -> Rounding:
-        if codec not in self._roundings:
-            rounded = CODECS[codec].rounded
-
-            def as_it_was(tensor: Tensor) -> Tensor:
-                return rounded(tensor).to(tensor.dtype)
-
-            self._roundings[codec] = torch.compile(as_it_was, dynamic=False) if self._compiled else as_it_was
-        return self._roundings[codec]
+        (gradient,) = gradients
+        return CODECS[ctx.back].rounded(gradient).to(gradient.dtype), None, None
 
 
 class GradientSum(Protocol):
@@ -72,11 +57,11 @@ class GradientSum(Protocol):
         """As new."""
 
 
-def gradient_sum(traffic: Traffic, held: Sequence[FlatParams], *, compiled: bool) -> GradientSum | None:
+def gradient_sum(traffic: Traffic, held: Sequence[FlatParams]) -> GradientSum | None:
     """None: the gradients of all replicas are added up as they are."""
     if traffic.rank:
         return LowRankSum(traffic.rank, held)
-    return EncodedSum(traffic.gradients, traffic.parts, held, compiled=compiled) if traffic.encodes else None
+    return EncodedSum(traffic.gradients, traffic.parts, held) if traffic.encodes else None
 
 
 class EncodedSum:
@@ -87,31 +72,27 @@ class EncodedSum:
     microbatches by chance, so that which of them it is makes no difference.
     """
 
-    def __init__(self, codec: str, replicas: int, held: Sequence[FlatParams], *, compiled: bool) -> None:
-        rounded = CODECS[codec].rounded
-        feedback = CODECS[codec].error_feedback
+    def __init__(self, codec: str, replicas: int, held: Sequence[FlatParams]) -> None:
+        self._codec = CODECS[codec]
         self._remainders = {each: [torch.zeros_like(each.gradient) for _ in range(replicas)] for each in held}
         self._sums = {each: torch.zeros_like(each.gradient) for each in held}
-
-        def sent(gradient: Tensor, remainder: Tensor) -> Tensor:
-            whole = gradient + remainder
-            arrived = rounded(whole).float()
-            if feedback:
-                remainder.copy_(whole - arrived)
-            return arrived
-
-        self._sent: Callable[[Tensor, Tensor], Tensor] = torch.compile(sent, dynamic=False) if compiled else sent
 
     @torch.no_grad()
     def add(self, replica: int, learning: Sequence[FlatParams]) -> None:
         for each in learning:
             remainders, total, gradient = self._remainders[each], self._sums[each], each.gradient
-            if replica < len(remainders) - 1:
-                total.add_(self._sent(gradient, remainders[replica]))
-                gradient.zero_()
-            else:
-                gradient.copy_(self._sent(gradient.add_(total), remainders[replica]))
+            if replica == len(remainders) - 1:
+                gradient.add_(total)
+            whole = gradient.add_(remainders[replica])
+            told = self._codec.rounded(whole).float()
+            if self._codec.error_feedback:
+                torch.sub(whole, told, out=remainders[replica])
+            if replica == len(remainders) - 1:
+                gradient.copy_(told)
                 total.zero_()
+            else:
+                total.add_(told)
+                gradient.zero_()
 
     def forget(self) -> None:
         for remainders in self._remainders.values():

@@ -21,7 +21,7 @@ from skippipe.study.config import EvalSettings, Study, Traffic, Variant
 from skippipe.study.engine import Engine
 from skippipe.study.path_sampling import group_by_stage, iteration_paths
 from skippipe.study.planned_time import variant_of
-from skippipe.study.traffic import LowRankSum
+from skippipe.study.traffic import LowRankSum, sent
 from skippipe.training.reference import ReferenceTrainer
 from tests.helpers.exact_training import plan_of, sampler_of
 from tests.study.test_engine import COARSE
@@ -84,6 +84,18 @@ def test_traffic_is_that_of_nodes(wire: str, gradients: str) -> None:
     expected = [each.weights.values for each in alone.stages]
     # what lies between two steps of a codec may be rounded either way, in sums of another order
     assert apart(found, expected) < 0.1 * apart(found, plain)
+
+
+def test_a_hop_rounds_both_ways() -> None:
+    chance = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 4, 64, generator=chance, requires_grad=True)
+    gradient = torch.randn(hidden.shape, generator=chance)
+    for wire, back, codec in (("int4", "", "int4-stochastic"), ("int4", "fp8", "fp8"), ("int8", "", "int8")):
+        arrived = sent(hidden, wire, back)
+        assert torch.equal(arrived, CODECS[wire].rounded(hidden))
+        (found,) = torch.autograd.grad(arrived, hidden, gradient)
+        assert torch.equal(found, CODECS[codec].rounded(gradient))
+    assert sent(hidden, "") is hidden
 
 
 def test_lossless_codecs_change_nothing() -> None:
