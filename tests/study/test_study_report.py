@@ -16,7 +16,7 @@ from skippipe.errors import UserError
 from skippipe.report.summary import Table
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.study import tables
-from skippipe.study.config import EvalSettings, PlanSettings, Study, StudyBatch, StudyRun, Variant
+from skippipe.study.config import EvalSettings, PlanSettings, Study, StudyBatch, StudyRun, Traffic, Variant
 from skippipe.study.planned_time import (
     PlannedIteration,
     PlannedTime,
@@ -374,3 +374,30 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert "## Time to the full model's loss" in (out / "tables.md").read_text()
     assert (out / "loss-time.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "times.json").exists()
+
+
+def test_codecs_beside_the_same_recipe_without() -> None:
+    control = replace(THIRD, name="control", traffic=Traffic(replicas=2))
+    hops = replace(THIRD, name="hops", traffic=Traffic("int4", gradients="rank 8", replicas=2))
+    whole, half = list(range(6)), [0, 2, 4]
+
+    def parts(*losses: float) -> list[dict[str, Any]]:
+        drives = zip((0.0, 0.0, 1.0), (whole, half, half), losses, strict=True)
+        return [part("books", stages, drive, loss) for drive, stages, loss in drives]
+
+    measured = {"parts": parts(3.0, 4.0, 3.5), "parts_by_wire": {"int4": parts(3.01, 3.0, 3.52)}}
+    results = [result(control, 0, [5.0, 3.0]), result(control, 1, [5.0, 3.2])]
+    results += [result(hops, seed, [5.0, 3.25], **measured) for seed in (0, 1)]
+    runs = runs_of(results, replace(STUDY, variant=[control, hops]))
+    in_training = tables.codecs(runs)
+    assert in_training is not None
+    assert [row[0] for row in in_training.rows] == ["hops"]
+    assert cells(in_training, "hops")[:3] == ["int4", "int4-stochastic", "rank 8"]
+    assert cells(in_training, "hops")[-1] == "+0.1500 ± 0.1414"
+    after = tables.parts_by_wire(runs)
+    assert after is not None
+    assert [row[1:] for row in after.rows] == [
+        ("int4", "books", "6 of 6", "+1.01% ± 0.00%"),
+        ("int4", "books", "3 of 6", "+2.02% ± 0.00%"),
+    ], "at the drive that is best without a codec"
+    assert tables.codecs(runs_of(RESULTS, STUDY)) is tables.parts_by_wire(runs_of(RESULTS, STUDY)) is None
