@@ -15,6 +15,7 @@ from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.study.config import EvalSettings, Study, Traffic, Variant
@@ -24,8 +25,8 @@ from skippipe.study.planned_time import variant_of
 from skippipe.study.traffic import LowRankSum, sent
 from skippipe.training.reference import ReferenceTrainer
 from tests.helpers.exact_training import plan_of, sampler_of
-from tests.study.test_engine import COARSE
 
+COARSE = OptimConfig(rate=3e-3, warmup=2, iterations=5, clip=1.0, epsilon=1e-3)  # as in the tests of the engine
 REPLICAS = 3
 LANES = tuple(Lane(nodes, 1) for nodes in [(0, 2, 6), (1, 5, 7), (0, 3, 5), (1, 4, 6), (0, 2, 5), (1, 5, 6)])
 EXCHANGE = Averaging((0, 1, 2), (Piece(root=2, share=1),)).schedule
@@ -116,7 +117,7 @@ def test_low_rank_is_powersgd() -> None:
     errors = [torch.zeros(12, 9) for _ in range(REPLICAS)]
     for _ in range(3):
         found = [torch.randn(12 * 9 + 9, generator=chance) for _ in range(REPLICAS)]
-        weights.gradient.copy_(sum(found))
+        weights.gradient.copy_(torch.stack(found).sum(0))
         low_rank.add(0, [weights])
         wholes = [each[:108].view(12, 9) + error for each, error in zip(found, errors, strict=True)]
         left, _ = torch.linalg.qr(sum(each @ factor for each in wholes))
@@ -124,7 +125,7 @@ def test_low_rank_is_powersgd() -> None:
         errors = [each - left @ right.T for each, right in zip(wholes, rights, strict=True)]
         factor = sum(rights)
         torch.testing.assert_close(weights.gradient[:108].view(12, 9), left @ factor.T, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(weights.gradient[108:], sum(found)[108:])
+        torch.testing.assert_close(weights.gradient[108:], torch.stack(found).sum(0)[108:])
         factor = low_rank._factors[weights, 0].clone()  # the same up to signs, by which nothing else changes
     torch.testing.assert_close(low_rank._remainders[weights][:108].view(12, 9), sum(errors), rtol=1e-4, atol=1e-5)
 
