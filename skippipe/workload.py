@@ -318,7 +318,8 @@ class Workload:
         logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
         recomputed = self._layer_bytes() if self.activation_checkpointing else 0
         remainder = STORED_BYTES if CODECS[self.gradient_dtype].error_feedback else 0
-        held = (OPTIMIZERS[self.optimizer].held_bytes() + remainder) * self.trained_parameters(stage, layers)
+        trained = self.trained_parameters(stage, layers)
+        held = OPTIMIZERS[self.optimizer].held_bytes(trained) + remainder * trained
         return held + self.frozen_bytes(stage, layers) + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 STORED_BYTES = 4  # of a number on the wire and in checkpoints, weights and state alike: fp32
-HELD_BYTES = {"fp32": 4, "bf16": 2}
+HELD_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+BLOCK = 256
+"""Numbers of a state tensor in 8 bits that have a scale, fp32, in common. They are sent and received together."""
 
 
 class ParamSlot(NamedTuple):
@@ -43,8 +45,9 @@ class StateTensor:
 
     name: str
     """In checkpoints its values are called `NAME.PARAMETER`, as in `exp_avg.model.norm.weight`."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """What a node holds it in. On the wire and in checkpoints it is fp32."""
+    dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """What a node holds it in. On the wire and in checkpoints it is fp32. "8bit": in blocks with a scale each, which the
+    optimizer encodes and decodes itself."""
     shape: Callable[[Shape], Shape] | None = None
     """From a parameter's shape to this tensor's, of at least one dimension; None: the same."""
     grown: Literal["copied", "zero"] = "copied"
@@ -52,6 +55,13 @@ class StateTensor:
 
     def shape_for(self, parameter: Shape) -> Shape:
         return parameter if self.shape is None else self.shape(parameter)
+
+    def held_bytes(self, parameters: int) -> int:
+        """Bytes of memory for so many parameters. A tensor of another shape is small beside them: not counted."""
+        if self.shape is not None:
+            return 0
+        scales = HELD_BYTES["fp32"] * -(-parameters // BLOCK) if self.dtype == "8bit" else 0
+        return HELD_BYTES[self.dtype] * parameters + scales
 
 
 class Hyperparameters(Protocol):
@@ -79,8 +89,9 @@ class Optimizer(ABC):
     state_tensors: ClassVar[tuple[StateTensor, ...]]
     """The state beside the parameters, in the order in which it is sent and stored."""
     elementwise: ClassVar[bool] = True
-    """A step changes every number by that number's gradient and state alone. Then a node may step while it still
-    receives the state of its stage, piece by piece and in any order."""
+    """A step changes every number of the state by that number and its gradient alone, or every block by those of the
+    block. Then a node may step while it still receives the state of its stage, piece by piece: a piece that has come
+    stays as its sender has it, and so do weights that come after all of the state."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Settings that it has no use for; a job that sets one is refused."""
     flops_per_parameter: ClassVar[int]
@@ -90,14 +101,14 @@ class Optimizer(ABC):
         """`slots` say where in `values` each parameter lies: those of two or more dimensions, which decay, first."""
         import torch
 
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
         self.values = values
         self.slots = slots
         self.settings = settings
         self.steps = 0
         """Steps taken so far."""
         self.state: dict[str, Tensor] = {}
-        """By name: one flat tensor for all parameters."""
+        """By name: one flat tensor for all parameters, as it is held."""
         for each in self.state_tensors:
             size = sum(prod(each.shape_for(slot.shape)) for slot in slots)
             self.state[each.name] = torch.zeros(size, dtype=dtypes[each.dtype], device=values.device)
@@ -109,6 +120,20 @@ class Optimizer(ABC):
         The gradient is the mean over the stage's microbatches, clipped by the norm of the whole model's. It may be
         overwritten.
         """
+
+    def read_state(self, name: str, first: int, count: int) -> Tensor:
+        """A range of a state tensor, as fp32."""
+        return self.state[name][first : first + count].float()
+
+    def write_state(self, name: str, first: int, given: Tensor) -> None:
+        """Write a range of a state tensor, given as fp32; of one in 8 bits, whole blocks. What was read elsewhere is
+        then held here with the same bits."""
+        self.state[name][first : first + len(given)].copy_(given)
+
+    def clear_state(self) -> None:
+        """Make all state zero."""
+        for each in self.state.values():
+            each.zero_()
 
     @classmethod
     def state_slots(cls, slots: Sequence[ParamSlot]) -> list[ParamSlot]:
@@ -122,13 +147,9 @@ class Optimizer(ABC):
         return found
 
     @classmethod
-    def held_bytes(cls) -> int:
-        """Bytes of a node's memory for every parameter: fp32 weight, gradient and its sum over the stage, and state.
-
-        Tensors of another shape than the parameter's are small beside it, and are not counted.
-        """
-        state = sum(HELD_BYTES[each.dtype] for each in cls.state_tensors if each.shape is None)
-        return 3 * HELD_BYTES["fp32"] + state
+    def held_bytes(cls, parameters: int) -> int:
+        """Bytes of a node's memory for so many parameters: fp32 weight, gradient and its sum over the stage, and state."""
+        return 3 * HELD_BYTES["fp32"] * parameters + sum(each.held_bytes(parameters) for each in cls.state_tensors)
 
     @classmethod
     def stored_bytes(cls) -> int:
