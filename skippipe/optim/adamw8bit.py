@@ -115,9 +115,8 @@ class AdamW8bit(Optimizer):
         return CODES[name].decode(codes, self._scales[name][blocks]).flatten()[start : start + count]
 
     def write_state(self, name: str, first: int, given: Tensor) -> None:
-        assert first % BLOCK == 0 and (len(given) % BLOCK == 0 or first + len(given) == len(self.values)), (
-            "whole blocks"
-        )
+        whole = len(given) % BLOCK == 0 or first + len(given) == len(self.values)
+        assert whole and first % BLOCK == 0, "blocks are written whole"
         self._encode(name, first, given.to(self.values.device), 0.5)
 
     def clear_state(self) -> None:

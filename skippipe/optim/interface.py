@@ -46,8 +46,8 @@ class StateTensor:
     name: str
     """In checkpoints its values are called `NAME.PARAMETER`, as in `exp_avg.model.norm.weight`."""
     dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
-    """What a node holds it in. On the wire and in checkpoints it is fp32. "8bit": in blocks with a scale each, which the
-    optimizer encodes and decodes itself."""
+    """What a node holds it in. On the wire and in checkpoints it is fp32. "8bit": in blocks with a scale each, by codes
+    that the optimizer knows."""
     shape: Callable[[Shape], Shape] | None = None
     """From a parameter's shape to this tensor's, of at least one dimension; None: the same."""
     grown: Literal["copied", "zero"] = "copied"
@@ -148,7 +148,8 @@ class Optimizer(ABC):
 
     @classmethod
     def held_bytes(cls, parameters: int) -> int:
-        """Bytes of a node's memory for so many parameters: fp32 weight, gradient and its sum over the stage, and state."""
+        """Bytes of a node's memory for so many parameters: weights, gradients and their sum over the stage, in fp32,
+        and state."""
         return 3 * HELD_BYTES["fp32"] * parameters + sum(each.held_bytes(parameters) for each in cls.state_tensors)
 
     @classmethod

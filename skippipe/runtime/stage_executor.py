@@ -189,7 +189,7 @@ class StageExecutor:
         self._averaged = None
 
     def _take_snapshot(self) -> None:
-        """Copy what training changes to the host, piece by piece: state may be held in fewer bits than it is read in."""
+        """Copy what training changes to the host, piece by piece: state is read in more bits than it may be held in."""
         weights = self.tasks.weights
         size = weights.trained_values
         self._snapshot = torch.empty(size)
@@ -224,10 +224,8 @@ class StageExecutor:
             if origin.backup is not None:
                 parts += init_from_backup(weights.slots, *origin.backup)
         else:
-            ranges = weights.state_parts
-            parts = [
-                StateSlice(origin.sources[0], each.start, len(each), each.start) for each in ranges[1:] + ranges[:1]
-            ]
+            values, *others = weights.state_parts
+            parts = [StateSlice(origin.sources[0], each.start, len(each), each.start) for each in (*others, values)]
         return [piece for part in parts for piece in in_chunks(part)]
 
     def _read_state(self, first: int, count: int, backup: int) -> StateChunk:
