@@ -291,6 +291,10 @@ class Workload:
         """Parameters of a stage that are trained: those of its adapters, or all if it has none."""
         return layers * self.adapter_parameters if self.adapter_parameters else self.stage_parameters(stage, layers)
 
+    def _trained_ends(self, stage: int) -> int:
+        """Those of them that belong to no layer."""
+        return 0 if stage or self.adapter_parameters else self.model.end_parameters
+
     def frozen_bytes(self, stage: int, layers: int) -> int:
         """Bytes that a node holds of weights that are not trained: in the type of computing, but for norms, routers and
         experts, which are fp32."""
@@ -305,11 +309,17 @@ class Workload:
 
     def optimizer_flops(self, stage: int, layers: int) -> int:
         """Operations of a stage's optimizer step."""
-        return OPTIMIZERS[self.optimizer].flops_per_parameter * self.trained_parameters(stage, layers)
+        trained, ends = self.trained_parameters(stage, layers), self._trained_ends(stage)
+        return OPTIMIZERS[self.optimizer].step_flops(trained, ends, self.model.hidden)
+
+    def checkpoint_bytes(self, stage: int, layers: int) -> int:
+        """Weights that are trained and optimizer state of a stage, as a checkpoint has them."""
+        trained = self.trained_parameters(stage, layers)
+        return OPTIMIZERS[self.optimizer].stored_bytes(trained, self._trained_ends(stage))
 
     def state_bytes(self, stage: int, layers: int) -> int:
         """Weights and optimizer state of a stage, as they are sent to another node."""
-        trained = OPTIMIZERS[self.optimizer].stored_bytes() * self.trained_parameters(stage, layers)
+        trained = self.checkpoint_bytes(stage, layers)
         return trained + (STORED_BYTES * self.stage_parameters(stage, layers) if self.adapter_parameters else 0)
 
     def fixed_bytes(self, stage: int, layers: int) -> int:
@@ -319,7 +329,7 @@ class Workload:
         recomputed = self._layer_bytes() if self.activation_checkpointing else 0
         remainder = STORED_BYTES if CODECS[self.gradient_dtype].error_feedback else 0
         trained = self.trained_parameters(stage, layers)
-        held = OPTIMIZERS[self.optimizer].held_bytes(trained) + remainder * trained
+        held = OPTIMIZERS[self.optimizer].held_bytes(trained, self._trained_ends(stage)) + remainder * trained
         return held + self.frozen_bytes(stage, layers) + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:

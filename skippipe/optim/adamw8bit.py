@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from skippipe.optim.adamw import follow
 from skippipe.optim.interface import BLOCK, Hyperparameters, Optimizer, ParamSlot, StateTensor
 
 if TYPE_CHECKING:
@@ -90,20 +91,15 @@ class AdamW8bit(Optimizer):
         self.clear_state()
 
     def step(self, gradient: Tensor, rate: float) -> None:
-        ours, count = self.settings, self.steps + 1
-        self.values[: self._decayed].mul_(1 - rate * ours.weight_decay)
-        correction = (1 - ours.beta2**count) ** 0.5
-        pace = rate / (1 - ours.beta1**count)
+        self.values[: self._decayed].mul_(1 - rate * self.settings.weight_decay)
         thresholds = self._thresholds()
         for first in range(0, len(gradient), BLOCK * CHUNK_BLOCKS):
             here = slice(first, first + BLOCK * CHUNK_BLOCKS)
             now = gradient[here]
-            mean = self.read_state("exp_avg", first, len(now)).lerp_(now, 1 - ours.beta1)
-            square = self.read_state("exp_avg_sq", first, len(now)).mul_(ours.beta2)
-            square.addcmul_(now, now, value=1 - ours.beta2)
+            mean, square = (self.read_state(name, first, len(now)) for name in CODES)
+            follow(self.values[here], now, mean, square, self.settings, self.steps + 1, rate)
             self._encode("exp_avg", first, mean, thresholds)
             self._encode("exp_avg_sq", first, square, thresholds)
-            self.values[here].addcdiv_(mean, square.sqrt_().div_(correction).add_(ours.epsilon), value=-pace)
 
     def read_state(self, name: str, first: int, count: int) -> Tensor:
         from torch.nn.functional import pad

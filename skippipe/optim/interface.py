@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 STORED_BYTES = 4  # of a number on the wire and in checkpoints, weights and state alike: fp32
 HELD_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+END_MATRICES = ("model.embed_tokens.weight", "lm_head.weight")
 BLOCK = 256
 """Numbers of a state tensor in 8 bits that have a scale, fp32, in common. They are sent and received together."""
 
@@ -33,6 +34,11 @@ class ParamSlot(NamedTuple):
     @property
     def size(self) -> int:
         return prod(self.shape)
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix of a layer, or several; vectors, embedding and head are not."""
+        return len(self.shape) >= 2 and self.name not in END_MATRICES
 
     def of(self, flat: Tensor) -> Tensor:
         """The tensor, of the flat one that it lies in."""
@@ -50,18 +56,33 @@ class StateTensor:
     that the optimizer knows."""
     shape: Callable[[Shape], Shape] | None = None
     """From a parameter's shape to this tensor's, of at least one dimension; None: the same."""
+    kept_for: Literal["all", "others"] = "all"
+    """Which parameters have one; "others": those that are not matrices of layers."""
     grown: Literal["copied", "zero"] = "copied"
     """What a new layer gets that begins as a copy of another one: that layer's state, or zeros."""
 
-    def shape_for(self, parameter: Shape) -> Shape:
-        return parameter if self.shape is None else self.shape(parameter)
+    def slots(self, parameters: Sequence[ParamSlot], start: int = 0) -> list[ParamSlot]:
+        """The tensor's parts, which belong to parameters, one after another from there on."""
+        found = []
+        for slot in parameters:
+            if self.kept_for == "all" or not slot.is_layer_matrix:
+                shape = slot.shape if self.shape is None else self.shape(slot.shape)
+                found.append(ParamSlot(f"{self.name}.{slot.name}", shape, start))
+                start += found[-1].size
+        return found
 
-    def held_bytes(self, parameters: int) -> int:
-        """Bytes of memory for so many parameters. A tensor of another shape is small beside them: not counted."""
+    def size(self, parameters: int, ends: int) -> int:
+        """Numbers for so many parameters, of which so many belong to no layer. A tensor of another shape is small
+        beside them, and so are the vectors of layers: not counted."""
         if self.shape is not None:
             return 0
-        scales = HELD_BYTES["fp32"] * -(-parameters // BLOCK) if self.dtype == "8bit" else 0
-        return HELD_BYTES[self.dtype] * parameters + scales
+        return parameters if self.kept_for == "all" else ends
+
+    def held_bytes(self, parameters: int, ends: int) -> int:
+        """Bytes of memory for these."""
+        size = self.size(parameters, ends)
+        scales = HELD_BYTES["fp32"] * -(-size // BLOCK) if self.dtype == "8bit" else 0
+        return HELD_BYTES[self.dtype] * size + scales
 
 
 class Hyperparameters(Protocol):
@@ -95,7 +116,7 @@ class Optimizer(ABC):
     unused: ClassVar[tuple[str, ...]] = ()
     """Settings that it has no use for; a job that sets one is refused."""
     flops_per_parameter: ClassVar[int]
-    """Operations of a step, for the planner. Most steps wait for memory: then those that fit into their time."""
+    """Operations of a step for each parameter. Most steps wait for memory: then those that fit into their time."""
 
     def __init__(self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters) -> None:
         """`slots` say where in `values` each parameter lies: those of two or more dimensions, which decay, first."""
@@ -110,7 +131,7 @@ class Optimizer(ABC):
         self.state: dict[str, Tensor] = {}
         """By name: one flat tensor for all parameters, as it is held."""
         for each in self.state_tensors:
-            size = sum(prod(each.shape_for(slot.shape)) for slot in slots)
+            size = sum(slot.size for slot in each.slots(slots))
             self.state[each.name] = torch.zeros(size, dtype=dtypes[each.dtype], device=values.device)
 
     @abstractmethod
@@ -141,21 +162,26 @@ class Optimizer(ABC):
         found = list(slots)
         start = sum(slot.size for slot in slots)
         for each in cls.state_tensors:
-            for slot in slots:
-                found.append(ParamSlot(f"{each.name}.{slot.name}", each.shape_for(slot.shape), start))
-                start += found[-1].size
+            found += each.slots(slots, start)
+            start = found[-1].start + found[-1].size
         return found
 
     @classmethod
-    def held_bytes(cls, parameters: int) -> int:
-        """Bytes of a node's memory for so many parameters: weights, gradients and their sum over the stage, in fp32,
-        and state."""
-        return 3 * HELD_BYTES["fp32"] * parameters + sum(each.held_bytes(parameters) for each in cls.state_tensors)
+    def held_bytes(cls, parameters: int, ends: int = 0) -> int:
+        """Bytes of a node's memory for so many parameters, of which so many belong to no layer: weights, gradients and
+        their sum over the stage, in fp32, and state."""
+        state = sum(each.held_bytes(parameters, ends) for each in cls.state_tensors)
+        return 3 * HELD_BYTES["fp32"] * parameters + state
 
     @classmethod
-    def stored_bytes(cls) -> int:
-        """Bytes for every parameter that a checkpoint takes, or the transfer of a stage's state to another node."""
-        return STORED_BYTES * (1 + sum(each.shape is None for each in cls.state_tensors))
+    def stored_bytes(cls, parameters: int, ends: int = 0) -> int:
+        """Bytes that a checkpoint takes, or the transfer of a stage's state to another node, for these parameters."""
+        return STORED_BYTES * (parameters + sum(each.size(parameters, ends) for each in cls.state_tensors))
+
+    @classmethod
+    def step_flops(cls, parameters: int, ends: int, width: int) -> int:  # noqa: ARG003
+        """Operations of a step, for the planner; `width` is the hidden size of the model."""
+        return cls.flops_per_parameter * parameters
 
 
 class TorchOptimizer(Optimizer):

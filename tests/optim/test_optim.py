@@ -182,7 +182,7 @@ def assert_equal(executors: dict[int, StageExecutor], reference: ReferenceTraine
             assert mine.dtype == theirs.optimizer.state[name].dtype and torch.equal(mine, theirs.optimizer.state[name])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "rowwise"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon", "sgd", "momentum", "rowwise"])
 def test_nodes_checkpoints_and_growth_follow_one_process(
     tmp_path: Path, tokenizer: TextTokenizer, optimizer: str
 ) -> None:
@@ -225,6 +225,36 @@ def test_gradient_descent_is_that_of_torch(tmp_path: Path, tokenizer: TextTokeni
     expected = theirs.weights()
     for name, each in ours.weights().items():
         assert torch.equal(each, expected[name]), name
+
+
+def test_muon_is_that_of_torch_for_matrices_of_layers_and_adamw_for_the_rest(
+    tmp_path: Path, tokenizer: TextTokenizer
+) -> None:
+    ours = reference_of(run_of(tmp_path, tokenizer, YOUNG, "muon")).stages[0].weights
+    begun = ours.values.clone()
+    theirs = {slot.name: torch.nn.Parameter(slot.of(begun).clone()) for slot in ours.slots}
+    layers = {slot.name for slot in ours.slots if slot.name.endswith("_proj.weight")}
+    assert len(layers) == 7 and len(theirs) == 12
+    decay: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.1}
+    muon = torch.optim.Muon(
+        [theirs[name] for name in layers], **decay, momentum=0.9, adjust_lr_fn="match_rms_adamw", nesterov=True
+    )
+    others = [each for name, each in theirs.items() if name not in layers]
+    groups = [{"params": [each], "weight_decay": (each.dim() > 1) * 0.1} for each in others]
+    adamw = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95))
+    for number in range(4):
+        ours.gradient.copy_(noise(number, len(ours.values)))
+        for slot in ours.slots:
+            theirs[slot.name].grad = slot.of(ours.gradient).clone()
+        for each in (muon, adamw):
+            for group in each.param_groups:
+                group["lr"] = 0.01 * (number + 1)
+            each.step()
+        ours.step(0.01 * (number + 1), 1.0)
+    for slot in ours.slots:
+        way, expected = (each - slot.of(begun) for each in (slot.of(ours.values), theirs[slot.name].detach()))
+        apart = 0.02 if slot.name in layers else 1e-5  # torch multiplies matrices in bf16
+        assert float((way - expected).norm() / expected.norm()) < apart, slot.name
 
 
 def test_state_of_any_type_and_shape_is_transferred(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +317,7 @@ def test_the_planner_counts_what_an_optimizer_holds() -> None:
     adamw = Workload(MODELS["llama-tiny"], optimizer="adamw")
     parameters = adamw.stage_parameters(1, 4)
     found: dict[str, Any] = {}
-    for name in ("adamw", "sgd", "rowwise"):
+    for name in ("adamw", "adamw8bit", "muon", "sgd", "rowwise"):
         work = replace(adamw, optimizer=name)
         assert Workload.from_json(work.to_json()) == work
         found[name] = (
@@ -295,7 +325,16 @@ def test_the_planner_counts_what_an_optimizer_holds() -> None:
             work.state_bytes(1, 4) / parameters,
             work.optimizer_flops(1, 4) / parameters,
         )
-    assert found == {"adamw": (0, 12, 250), "sgd": (-4, 8, 180), "rowwise": (-6, 8, 300)}
+    eight_bits = 2 * (4 * -(-parameters // 256)) / parameters - 6
+    assert found == {
+        "adamw": (0, 12, 250),
+        "adamw8bit": (eight_bits, 12, 1000),
+        "muon": (-4, 8, 250 + 25 * 64),
+        "sgd": (-4, 8, 180),
+        "rowwise": (-6, 8, 300),
+    }
+    muon, ends = replace(adamw, optimizer="muon"), adamw.model.end_parameters
+    assert adamw.fixed_bytes(0, 4) - muon.fixed_bytes(0, 4) == 4 * (adamw.stage_parameters(0, 4) - ends)
     assert adamw.fixed_bytes(1, 4) == 20 * parameters
     for codec in ("bf16", "int8"):  # and what encoding takes away is added to the next gradient
         assert replace(adamw, gradient_dtype=codec).fixed_bytes(1, 4) == 24 * parameters
