@@ -19,7 +19,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
-from skippipe.optim.interface import ParamSlot
+from skippipe.optim.interface import HOST_PIECE, ParamSlot
 
 
 def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamSlot]:
@@ -48,7 +48,10 @@ class FlatParams:
         named: Iterable[tuple[str, nn.Parameter]],
         learning: OptimConfig,
         frozen: Iterable[tuple[str, nn.Parameter]] = (),
+        *,
+        offload: bool = False,
     ) -> None:
+        """`offload`: the optimizer's state is held in host memory."""
         weights = dict(named)
         self.slots = layout(weights.items())
         self.values = _flattened(weights, self.slots)
@@ -62,11 +65,12 @@ class FlatParams:
             for part in [list(group)]
         )
         """Weights that are not trained, in the order of their layout: one flat tensor for each run of one type."""
+        self._offload = offload
         self.reset(learning)
 
     def reset(self, learning: OptimConfig) -> None:
         """Start over with the weights as they are: no gradient, no optimizer state, no step taken."""
-        self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self.slots, learning)
+        self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self.slots, learning, offload=self._offload)
         self.gradient.zero_()
 
     def grow_from(self, donor: FlatParams) -> None:
@@ -82,6 +86,10 @@ class FlatParams:
     def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
         """Squared norm of the mean over the visits, of this node's gradient or of the one `summed` over the stage."""
         whole = self.gradient if summed is None else summed
+        if whole.device != self.values.device:  # in host memory
+            parts = (each.to(self.values.device) for each in whole.split(HOST_PIECE))
+            squares = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in parts]
+            return float(torch.stack(squares).sum()) / max(1, visits) ** 2
         return float(torch.linalg.vector_norm(whole, dtype=torch.float64) ** 2) / max(1, visits) ** 2
 
     def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
@@ -90,9 +98,7 @@ class FlatParams:
         Afterwards this node's gradient is zero, and what was summed has been overwritten.
         """
         whole = self.gradient if summed is None else summed
-        if scale != 1.0:
-            whole.mul_(scale)
-        self.optimizer.step(whole, rate)
+        self.optimizer.step_along(whole, rate, scale)
         self.steps += 1
         self.gradient.zero_()
 

@@ -12,7 +12,7 @@ the place in the block and the number of the step: replicas do the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from skippipe.optim.adamw import follow
@@ -21,7 +21,6 @@ from skippipe.optim.interface import BLOCK, Hyperparameters, Optimizer, ParamSlo
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHUNK_BLOCKS = 2**14  # blocks that are decoded at a time: 4M numbers
 LEAST_SCALE = 2.0**-66  # a block of smaller numbers is zero: then powers of its shares are no subnormal numbers
 GOLDEN = 0.6180339887498949  # its multiples, without their whole part, are the most evenly spread
 
@@ -83,49 +82,63 @@ class AdamW8bit(Optimizer):
     state_tensors = (StateTensor("exp_avg", "8bit"), StateTensor("exp_avg_sq", "8bit"))
     flops_per_parameter = 1000
 
-    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters) -> None:
-        super().__init__(values, slots, settings)
+    offloads = True
+
+    def __init__(
+        self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters, *, offload: bool = False
+    ) -> None:
+        super().__init__(values, slots, settings, offload=offload)
+        from skippipe.optim.host_state import HostState, HostTensor, cut, host_zeros
+
         blocks = -(-len(values) // BLOCK)
-        self._scales = {each.name: values.new_zeros(blocks) for each in self.state_tensors}
+        self._scales = {
+            name: host_zeros(blocks, values.dtype, values.device) if offload else values.new_zeros(blocks)
+            for name in self.state
+        }
         self._decayed = sum(slot.size for slot in slots if len(slot.shape) >= 2)
+        self._ranges = cut([range(len(values))])
+        tensors = [HostTensor(*each) for name in CODES for each in ((self.state[name], 1), (self._scales[name], BLOCK))]
+        self._host = HostState(values.device, len(values), tensors) if offload else None
         self.clear_state()
 
     def step(self, gradient: Tensor, rate: float) -> None:
         self.values[: self._decayed].mul_(1 - rate * self.settings.weight_decay)
         thresholds = self._thresholds()
-        for first in range(0, len(gradient), BLOCK * CHUNK_BLOCKS):
-            here = slice(first, first + BLOCK * CHUNK_BLOCKS)
-            now = gradient[here]
-            mean, square = (self.read_state(name, first, len(now)) for name in CODES)
-            follow(self.values[here], now, mean, square, self.settings, self.steps + 1, rate)
-            self._encode("exp_avg", first, mean, thresholds)
-            self._encode("exp_avg_sq", first, square, thresholds)
+        for here, now, held in self._pieces(gradient):
+            kept = list(zip(CODES.values(), held[::2], held[1::2], strict=True))
+            mean, square = (_decoded(code, codes, scales) for code, codes, scales in kept)
+            follow(self.values[here.start : here.stop], now, mean, square, self.settings, self.steps + 1, rate)
+            for (code, codes, scales), values in zip(kept, (mean, square), strict=True):
+                _encode(code, values, thresholds, codes, scales)
 
     def read_state(self, name: str, first: int, count: int) -> Tensor:
-        from torch.nn.functional import pad
-
-        blocks = slice(first // BLOCK, -(-(first + count) // BLOCK))
-        codes = self.state[name][BLOCK * blocks.start : BLOCK * blocks.stop]
-        codes = pad(codes, (0, -len(codes) % BLOCK)).view(-1, BLOCK)
         start = first % BLOCK
-        return CODES[name].decode(codes, self._scales[name][blocks]).flatten()[start : start + count]
+        here = range(first - start, min(len(self.values), -(-(first + count) // BLOCK) * BLOCK))
+        return _decoded(CODES[name], *self._held(name, here))[start : start + count]
 
     def write_state(self, name: str, first: int, given: Tensor) -> None:
         whole = len(given) % BLOCK == 0 or first + len(given) == len(self.values)
         assert whole and first % BLOCK == 0, "blocks are written whole"
-        self._encode(name, first, given.to(self.values.device), 0.5)
+        codes, scales = self._held(name, range(first, first + len(given)))
+        _encode(CODES[name], given.to(codes.device), 0.5, codes, scales)
 
     def clear_state(self) -> None:
         for name, state in self.state.items():
             state.fill_(128 if CODES[name].signed else CODES[name].least)
             self._scales[name].zero_()
 
-    def _encode(self, name: str, first: int, values: Tensor, threshold: Tensor | float) -> None:
-        from torch.nn.functional import pad
+    def _held(self, name: str, here: range) -> tuple[Tensor, Tensor]:
+        """Codes and scales of a range that begins with a block."""
+        blocks = slice(here.start // BLOCK, -(-here.stop // BLOCK))
+        return self.state[name][here.start : here.stop], self._scales[name][blocks]
 
-        codes, scales = CODES[name].encode(pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK), threshold)
-        self.state[name][first : first + len(values)] = codes.flatten()[: len(values)]
-        self._scales[name][first // BLOCK : first // BLOCK + len(scales)] = scales
+    def _pieces(self, gradient: Tensor) -> Iterator[tuple[range, Tensor, list[Tensor]]]:
+        """Ranges with their gradient, and codes and scales of each state tensor."""
+        if self._host is not None:
+            yield from self._host.pieces(gradient, self._scale, self._ranges)
+            return
+        for here in self._ranges:
+            yield here, self.on_device(gradient, here), [part for name in CODES for part in self._held(name, here)]
 
     def _thresholds(self) -> Tensor:
         """For each place in a block, evenly spread over the steps."""
@@ -133,3 +146,20 @@ class AdamW8bit(Optimizer):
 
         places = torch.arange(BLOCK, device=self.values.device, dtype=torch.float64)
         return (places * 2**0.5 + self.steps * GOLDEN).frac_().float()
+
+
+def _decoded(code: Code, codes: Tensor, scales: Tensor) -> Tensor:
+    """Values of blocks, the last of which may be shorter."""
+    from torch.nn.functional import pad
+
+    blocks = pad(codes, (0, -len(codes) % BLOCK)).view(-1, BLOCK)
+    return code.decode(blocks, scales).flatten()[: len(codes)]
+
+
+def _encode(code: Code, values: Tensor, threshold: Tensor | float, codes: Tensor, scales: Tensor) -> None:
+    """Write values of blocks as codes and scales."""
+    from torch.nn.functional import pad
+
+    found, sizes = code.encode(pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK), threshold)
+    codes.copy_(found.flatten()[: len(values)])
+    scales.copy_(sizes)

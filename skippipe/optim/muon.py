@@ -35,7 +35,8 @@ class Muon(Optimizer):
         ours, means, first = self.settings, self.state["exp_avg"], 0
         for slot in self.slots:
             here = slice(slot.start, slot.start + slot.size)
-            values, now, mean = self.values[here], gradient[here], means[here]
+            values, mean = self.values[here], means[here]
+            now = self.on_device(gradient, range(here.start, here.stop))
             if len(slot.shape) >= 2:
                 values.mul_(1 - rate * ours.weight_decay)
             if slot.is_layer_matrix:

@@ -88,7 +88,7 @@ class StageExecutor:
         self._recipe = recipe or SkipSchedule()
         self._microbatches = workload.microbatches
         self._packing = packing
-        self._averager = make_averager(tasks.weights.gradient, workload.gradient_dtype)
+        self._averager = make_averager(tasks.weights.gradient, workload.gradient_dtype, workload.offload != "none")
         self._averaged: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._snapshot: Tensor | None = None

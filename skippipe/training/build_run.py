@@ -290,6 +290,7 @@ def _make_job_plan(
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
     )
     cluster = _emulated(job, cluster, workload)
@@ -453,6 +454,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)

@@ -20,14 +20,17 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from skippipe import workload
 from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Manifest, verified
 from skippipe.checkpoint.manager import CheckpointManager, origin_of
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.json_fields import read_json
+from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.optim import OPTIMIZERS
+from skippipe.model.stage import StageModel
+from skippipe.optim import OPTIMIZERS, host_state
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import Optimizer, ParamSlot, StateTensor
 from skippipe.plan import Lane, Plan, Stage
@@ -99,8 +102,8 @@ class TorchSgd(Optimizer):
     state_tensors = ()
     flops_per_parameter = 100
 
-    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], learning: OptimConfig) -> None:
-        super().__init__(values, slots, learning)
+    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], learning: OptimConfig, *, offload: bool) -> None:
+        super().__init__(values, slots, learning, offload=offload)
         self._weights = [torch.nn.Parameter(_part(values, slot)) for slot in slots]
         groups = [{"params": [each], "weight_decay": (each.dim() > 1) * 0.1} for each in self._weights]
         self._sgd = torch.optim.SGD(groups, lr=1.0, momentum=0.9)
@@ -257,6 +260,26 @@ def test_muon_is_that_of_torch_for_matrices_of_layers_and_adamw_for_the_rest(
         assert float((way - expected).norm() / expected.norm()) < apart, slot.name
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "sgd"])
+def test_steps_with_state_in_host_memory_are_the_same(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Piece by piece, through two buffers, to the last bit."""
+    monkeypatch.setattr(host_state, "HOST_PIECE", 1024)
+    spec = ModelSpec(tiny("llama"), 3)
+    learning = OptimConfig(optimizer, warmup=1, iterations=20)
+    ours, theirs = (
+        FlatParams(StageModel(spec, range(2), ends=True).trained_weights(), learning, offload=offload)
+        for offload in (True, False)
+    )
+    assert len(ours.values) % 1024 and len(ours.values) > 10 * 1024
+    for number in range(4):
+        for each in (ours, theirs):
+            each.gradient.copy_(noise(number, len(ours.values)))
+            each.step(0.01, 0.5)
+    for name, state in ours.optimizer.state.items():
+        assert torch.equal(state, theirs.optimizer.state[name])
+    assert torch.equal(ours.read_state(0, ours.state_values), theirs.read_state(0, theirs.state_values))
+
+
 def test_state_of_any_type_and_shape_is_transferred(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_executor, "CHUNK_VALUES", 5000)
     replica, learner = (computer_of(1, seed=seed, optimizer="rowwise") for seed in (7, 8))
@@ -313,7 +336,7 @@ def test_an_optimizer_that_mixes_numbers_takes_no_newcomers() -> None:
     JobConfig(learning=learning, averaging=AveragingConfig("torch"))
 
 
-def test_the_planner_counts_what_an_optimizer_holds() -> None:
+def test_the_planner_counts_what_an_optimizer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     adamw = Workload(MODELS["llama-tiny"], optimizer="adamw")
     parameters = adamw.stage_parameters(1, 4)
     found: dict[str, Any] = {}
@@ -336,6 +359,23 @@ def test_the_planner_counts_what_an_optimizer_holds() -> None:
     muon, ends = replace(adamw, optimizer="muon"), adamw.model.end_parameters
     assert adamw.fixed_bytes(0, 4) - muon.fixed_bytes(0, 4) == 4 * (adamw.stage_parameters(0, 4) - ends)
     assert adamw.fixed_bytes(1, 4) == 20 * parameters
+    offloaded = {
+        (name, offload): replace(adamw, optimizer=name, offload=offload)
+        for name in ("adamw", "adamw8bit")
+        for offload in ("averaging", "optimizer")
+    }
+    monkeypatch.setattr(workload, "HOST_PIECE", 0)
+    held = {key: work.fixed_bytes(1, 4) / parameters for key, work in offloaded.items()}
+    assert held == {
+        ("adamw", "averaging"): 16,
+        ("adamw", "optimizer"): 8,
+        ("adamw8bit", "averaging"): 16 + eight_bits,
+        ("adamw8bit", "optimizer"): 8,
+    }
+    for work in offloaded.values():
+        assert Workload.from_json(work.to_json()) == work
+        assert replace(work, gradient_dtype="bf16").fixed_bytes(1, 4) == work.fixed_bytes(1, 4)
+        assert work.optimizer_flops(1, 4) > adamw.optimizer_flops(1, 4)
     for codec in ("bf16", "int8"):  # and what encoding takes away is added to the next gradient
         assert replace(adamw, gradient_dtype=codec).fixed_bytes(1, 4) == 24 * parameters
 
