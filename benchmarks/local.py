@@ -140,7 +140,8 @@ def start_and_memory(tokens: TokenFile) -> None:
     beyond = {}
     for name, private in watch.private_bytes.items():
         stage = plan.stage_of[plan.cluster.number[name]]
-        beyond[name] = private - OPTIMIZERS[LEARNING.optimizer].held_bytes() * workload.stage_parameters(stage, 1)
+        parameters = workload.stage_parameters(stage, 1)
+        beyond[name] = private - 12 * parameters - OPTIMIZERS[LEARNING.optimizer].held_bytes(parameters)
     worst = max(beyond, key=lambda name: beyond[name])
     print(
         f"private memory beyond weights, gradients and optimizer: at most {beyond[worst] / 1e6:.0f} MB, "

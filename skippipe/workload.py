@@ -15,7 +15,7 @@ from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.optim import DEFAULT, OPTIMIZERS
-from skippipe.optim.interface import STORED_BYTES
+from skippipe.optim.interface import HOST_BUFFERS, HOST_PIECE, STORED_BYTES
 from skippipe.value_ranges import (
     COUNT,
     LAYERS,
@@ -32,6 +32,10 @@ from skippipe.value_ranges import (
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 
+OFFLOADS = ("none", "averaging", "optimizer")
+"""What is held in host memory: nothing; sums of gradients, with what encoding took away; these, and the optimizer's
+state."""
+OFFLOAD_FLOPS = 4_000  # operations that fit into the time in which a byte comes from host memory
 LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
 
 
@@ -216,6 +220,8 @@ class Workload:
     """What takes the step: it says how much memory its state fills, and how long a step is."""
     collective: str = "auto"
     """The collective by which weight gradients are averaged."""
+    offload: str = "none"
+    """What is held in host memory instead of the node's own, that of its GPU: one of `OFFLOADS`."""
     adapter_parameters: Annotated[int, COUNT] = 0
     """Parameters of LoRA's adapters in a layer, the only ones that are trained then; 0: all parameters are trained."""
 
@@ -225,9 +231,15 @@ class Workload:
             ("wire_dtype", tuple(CODECS)),
             ("gradient_dtype", tuple(CODECS)),
             ("compute_dtype", tuple(COMPUTE_BYTES)),
+            ("offload", tuple(OFFLOADS)),
         ):
             if getattr(self, name) not in choices:
                 raise UserError(f"workload.{name}: '{getattr(self, name)}' is none of {', '.join(choices)}")
+        if self.offload == "optimizer" and not OPTIMIZERS[self.optimizer].offloads:
+            raise UserError(
+                f"offload: the state of the optimizer '{self.optimizer}' stays on the device; choose 'averaging', or "
+                f"one of {', '.join(name for name, each in OPTIMIZERS.items() if each.offloads)}"
+            )
 
     def layer_split(self, stages: int) -> tuple[int, ...]:
         """Layers of each stage, as even as can be; the later stages take what is left over, stage 0 has the head."""
@@ -291,6 +303,10 @@ class Workload:
         """Parameters of a stage that are trained: those of its adapters, or all if it has none."""
         return layers * self.adapter_parameters if self.adapter_parameters else self.stage_parameters(stage, layers)
 
+    def _trained_ends(self, stage: int) -> int:
+        """Those of them that belong to no layer."""
+        return 0 if stage or self.adapter_parameters else self.model.end_parameters
+
     def frozen_bytes(self, stage: int, layers: int) -> int:
         """Bytes that a node holds of weights that are not trained: in the type of computing, but for norms, routers and
         experts, which are fp32."""
@@ -305,11 +321,21 @@ class Workload:
 
     def optimizer_flops(self, stage: int, layers: int) -> int:
         """Operations of a stage's optimizer step."""
-        return OPTIMIZERS[self.optimizer].flops_per_parameter * self.trained_parameters(stage, layers)
+        trained, ends = self.trained_parameters(stage, layers), self._trained_ends(stage)
+        optimizer = OPTIMIZERS[self.optimizer]
+        moved = STORED_BYTES * trained if self.offload != "none" else 0
+        if self.offload == "optimizer":
+            moved += optimizer.held_bytes(trained, ends)
+        return optimizer.step_flops(trained, ends, self.model.hidden) + OFFLOAD_FLOPS * moved
+
+    def checkpoint_bytes(self, stage: int, layers: int) -> int:
+        """Weights that are trained and optimizer state of a stage, as a checkpoint has them."""
+        trained = self.trained_parameters(stage, layers)
+        return OPTIMIZERS[self.optimizer].stored_bytes(trained, self._trained_ends(stage))
 
     def state_bytes(self, stage: int, layers: int) -> int:
         """Weights and optimizer state of a stage, as they are sent to another node."""
-        trained = OPTIMIZERS[self.optimizer].stored_bytes() * self.trained_parameters(stage, layers)
+        trained = self.checkpoint_bytes(stage, layers)
         return trained + (STORED_BYTES * self.stage_parameters(stage, layers) if self.adapter_parameters else 0)
 
     def fixed_bytes(self, stage: int, layers: int) -> int:
@@ -317,8 +343,16 @@ class Workload:
         tokens = self.samples_per_microbatch * self.sequence_tokens
         logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
         recomputed = self._layer_bytes() if self.activation_checkpointing else 0
-        remainder = STORED_BYTES if CODECS[self.gradient_dtype].error_feedback else 0
-        held = (OPTIMIZERS[self.optimizer].held_bytes() + remainder) * self.trained_parameters(stage, layers)
+        trained = self.trained_parameters(stage, layers)
+        held = 2 * STORED_BYTES * trained  # weights and gradients
+        if self.offload == "none":
+            held += (2 if CODECS[self.gradient_dtype].error_feedback else 1) * STORED_BYTES * trained
+        optimizer = OPTIMIZERS[self.optimizer]
+        if self.offload == "optimizer":  # a piece comes or goes while another is stepped along
+            pieces = HOST_BUFFERS * min(HOST_PIECE, trained)
+            held += STORED_BYTES * pieces + optimizer.held_bytes(pieces)
+        else:
+            held += optimizer.held_bytes(trained, self._trained_ends(stage))
         return held + self.frozen_bytes(stage, layers) + logits + recomputed
 
     def held_bytes(self, layers: int) -> int:
@@ -351,7 +385,7 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """What earlier versions knew without being told is left out, so that they can read the file."""
-        left_out = ("optimizer", DEFAULT), ("collective", "ring"), ("adapter_parameters", 0)
+        left_out = ("optimizer", DEFAULT), ("collective", "ring"), ("offload", "none"), ("adapter_parameters", 0)
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
     @classmethod
@@ -374,6 +408,7 @@ class Workload:
             early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
             optimizer=entry.text("optimizer") if entry.mentions("optimizer") else DEFAULT,
             collective=entry.text("collective") if entry.mentions("collective") else "ring",
+            offload=entry.text("offload") if entry.mentions("offload") else "none",
             adapter_parameters=entry.integer("adapter_parameters") if entry.mentions("adapter_parameters") else 0,
         )
         entry.close()

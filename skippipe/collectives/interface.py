@@ -45,7 +45,8 @@ class Averager(Protocol):
         """The iteration is over: the optimizer followed the sum, or the gradient was dropped."""
 
 
-MakeAverager: TypeAlias = "Callable[[Tensor, str], Averager]"
+MakeAverager: TypeAlias = "Callable[[Tensor, str, bool], Averager]"
+"""From a gradient, the codec of messages, and whether sums are kept in host memory."""
 
 
 @dataclass(frozen=True)

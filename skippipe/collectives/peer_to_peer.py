@@ -41,11 +41,13 @@ class GradientAverager:
     the gradient's size is enough.
     """
 
-    def __init__(self, gradient: Tensor, codec: str) -> None:
+    def __init__(self, gradient: Tensor, codec: str, offload: bool = False) -> None:
+        """`offload`: sums and remainders are kept, and added up, in host memory, through which messages go anyway."""
         self._gradient = gradient
+        self._offload = offload and gradient.is_cuda
         self._codec = codec
         self._sum: Tensor | None = None
-        self._remainder = gradient.new_zeros(gradient.shape) if CODECS[codec].error_feedback else None
+        self._remainder = self._empty().zero_() if CODECS[codec].error_feedback else None
         self._bounds: list[int] | None = None
         """Where the pieces of the attempt begin and end; None: no attempt was made in this iteration."""
         self._encoded: set[int] = set()
@@ -57,14 +59,15 @@ class GradientAverager:
         self._bounds = schedule.bounds(self._gradient.numel())
         self._encoded, self._adopted = set(), set()
         if self._sum is None:
-            self._sum = self._gradient.new_empty(self._gradient.shape)
+            self._sum = self._empty()
 
     def contribute(self, piece: int, given: Sequence[EncodedTensor], *, total: bool) -> EncodedTensor:
         import torch
 
         assert piece not in self._encoded, f"piece {piece} was encoded before in this attempt"
         self._encoded.add(piece)
-        own, summed = self._piece(self._gradient, piece), self._piece(self._sum, piece)
+        summed = self._piece(self._sum, piece)
+        own = self._piece(self._gradient, piece).to(summed.device)
         so_far = own
         for each in given:
             so_far = torch.add(so_far, self._decoded(each, own), out=summed)
@@ -100,6 +103,12 @@ class GradientAverager:
         if not followed and self._bounds is not None:
             self._drop_remainder()  # of sums that the optimizer did not follow, perhaps for not being finite
         self._bounds = None
+
+    def _empty(self) -> Tensor:
+        """Room for a number for each of the gradient's."""
+        if not self._offload:
+            return self._gradient.new_empty(self._gradient.shape)
+        return self._gradient.new_empty(self._gradient.shape, device="cpu", pin_memory=True)
 
     def _drop_remainder(self) -> None:
         if self._remainder is not None:

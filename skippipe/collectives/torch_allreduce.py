@@ -30,7 +30,7 @@ class TorchAllReduce(Ring):
 
     def join(self, group: GroupConfig) -> MakeAverager:
         all_reduce = _join_groups(group)
-        return lambda gradient, codec: InPlaceAverager(gradient, all_reduce)
+        return lambda gradient, codec, offload: InPlaceAverager(gradient, all_reduce)
 
 
 @dataclass

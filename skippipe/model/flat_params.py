@@ -10,7 +10,7 @@ take the number of visits into account, so that the norm of a sum can be taken a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
-from skippipe.optim.interface import ParamSlot
+from skippipe.optim.interface import HOST_PIECE, ParamSlot
 
 
 def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamSlot]:
@@ -48,7 +48,10 @@ class FlatParams:
         named: Iterable[tuple[str, nn.Parameter]],
         learning: OptimConfig,
         frozen: Iterable[tuple[str, nn.Parameter]] = (),
+        *,
+        offload: bool = False,
     ) -> None:
+        """`offload`: the optimizer's state is held in host memory."""
         weights = dict(named)
         self.slots = layout(weights.items())
         self.values = _flattened(weights, self.slots)
@@ -62,24 +65,31 @@ class FlatParams:
             for part in [list(group)]
         )
         """Weights that are not trained, in the order of their layout: one flat tensor for each run of one type."""
+        self._offload = offload
         self.reset(learning)
 
     def reset(self, learning: OptimConfig) -> None:
         """Start over with the weights as they are: no gradient, no optimizer state, no step taken."""
-        self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self.slots, learning)
+        self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self.slots, learning, offload=self._offload)
         self.gradient.zero_()
 
     def grow_from(self, donor: FlatParams) -> None:
         """Become a copy of another stage, with the state that the optimizer gives to a grown layer."""
         self.values.copy_(donor.values)
+        self.optimizer.clear_state()
         for each in self.optimizer.state_tensors:
-            state = self.optimizer.state[each.name]
-            state.copy_(donor.optimizer.state[each.name]) if each.grown == "copied" else state.zero_()
+            if each.grown == "copied":
+                size = len(self.optimizer.state[each.name])
+                self.optimizer.write_state(each.name, 0, donor.optimizer.read_state(each.name, 0, size))
         self.steps = donor.steps
 
     def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
         """Squared norm of the mean over the visits, of this node's gradient or of the one `summed` over the stage."""
         whole = self.gradient if summed is None else summed
+        if whole.device != self.values.device:  # in host memory
+            parts = (each.to(self.values.device) for each in whole.split(HOST_PIECE))
+            squares = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in parts]
+            return float(torch.stack(squares).sum()) / max(1, visits) ** 2
         return float(torch.linalg.vector_norm(whole, dtype=torch.float64) ** 2) / max(1, visits) ** 2
 
     def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
@@ -88,9 +98,7 @@ class FlatParams:
         Afterwards this node's gradient is zero, and what was summed has been overwritten.
         """
         whole = self.gradient if summed is None else summed
-        if scale != 1.0:
-            whole.mul_(scale)
-        self.optimizer.step(whole, rate)
+        self.optimizer.step_along(whole, rate, scale)
         self.steps += 1
         self.gradient.zero_()
 
@@ -104,30 +112,57 @@ class FlatParams:
         self.optimizer.steps = count
 
     @property
-    def trained_state(self) -> tuple[Tensor, ...]:
-        """Weights, then the optimizer's tensors: what training changes, and a checkpoint stores."""
-        return self.values, *self.optimizer.state.values()
+    def state_parts(self) -> list[range]:
+        """Where the parts of the state lie, as one sequence of numbers: weights, the optimizer's tensors, and weights
+        that are not trained. That is what a replica of the stage has to have; a checkpoint stores the first two."""
+        sizes = [len(part) for part in (self.values, *self.optimizer.state.values(), *self.frozen)]
+        ends = list(accumulate(sizes))
+        return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     @property
-    def state(self) -> tuple[Tensor, ...]:
-        """The same, then the weights that are not trained: what a replica of the stage has to have."""
-        return *self.trained_state, *self.frozen
+    def trained_values(self) -> int:
+        """How many numbers training changes: weights and the optimizer's tensors."""
+        return self.state_values - sum(len(part) for part in self.frozen)
 
     @property
     def state_values(self) -> int:
         """How many numbers the state has."""
-        return sum(len(part) for part in self.state)
+        return self.state_parts[-1].stop
 
-    def state_range(self, first: int, count: int) -> list[Tensor]:
-        """Views of a range of the state, as if its tensors were one."""
+    def read_state(self, first: int, count: int) -> Tensor:
+        """A range of the state, as fp32."""
+        found = []
+        for part, here in self._parts_of(first, count):
+            if 0 < part <= len(self.optimizer.state):
+                name = self.optimizer.state_tensors[part - 1].name
+                found.append(self.optimizer.read_state(name, here.start, len(here)).to(self.values.device))
+            else:
+                found.append(self._weights(part)[here.start : here.stop].float())
+        return torch.cat(found)
+
+    def write_state(self, first: int, given: Tensor, *, added: bool = False) -> None:
+        """Write a range of the state, or add to weights."""
+        for part, here in self._parts_of(first, len(given)):
+            values, given = given[: len(here)], given[len(here) :]
+            if 0 < part <= len(self.optimizer.state):
+                assert not added, "only weights are summed"
+                self.optimizer.write_state(self.optimizer.state_tensors[part - 1].name, here.start, values)
+            else:
+                place = self._weights(part)[here.start : here.stop]
+                place.add_(values) if added else place.copy_(values)
+
+    def _weights(self, part: int) -> Tensor:
+        return self.values if part == 0 else self.frozen[part - 1 - len(self.optimizer.state)]
+
+    def _parts_of(self, first: int, count: int) -> list[tuple[int, range]]:
+        """The parts that a range of the state lies in, each with the range within it."""
         if not 0 <= first < first + count <= self.state_values:
             raise ValueError(f"numbers {first} to {first + count} of a state of {self.state_values}")
         found = []
-        for part in self.state:
-            here = part[max(0, first) : max(0, first + count)]
-            if len(here):
-                found.append(here)
-            first -= len(part)
+        for number, part in enumerate(self.state_parts):
+            here = range(max(first, part.start) - part.start, min(first + count, part.stop) - part.start)
+            if here:
+                found.append((number, here))
         return found
 
 

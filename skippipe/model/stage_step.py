@@ -121,11 +121,14 @@ class StageStep:
         recompute: bool = False,
         split_backward: bool = False,
         compiled: bool = False,
+        offload: bool = False,
     ) -> None:
+        """`offload`: the optimizer's state is held in host memory."""
         self.model = StageModel(spec, layers, ends=ends, recompute=recompute).to(device)
         if compute_dtype == "bf16":
             self.model.frozen_to(torch.bfloat16)
-        self.weights = FlatParams(self.model.trained_weights(), learning, self.model.frozen_weights())
+        trained, frozen = self.model.trained_weights(), self.model.frozen_weights()
+        self.weights = FlatParams(trained, learning, frozen, offload=offload)
         self.device = device
         self.held: dict[Key, SavedForBackward] = {}
         self.deferred: dict[Key, DeferredGradients] = {}

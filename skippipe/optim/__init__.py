@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from skippipe.optim.adamw import AdamW
+from skippipe.optim.adamw8bit import AdamW8bit
 from skippipe.optim.interface import Optimizer
+from skippipe.optim.muon import Muon
 from skippipe.optim.sgd import SGD
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,
+    "adamw8bit": AdamW8bit,
+    "muon": Muon,
     "sgd": SGD,
 }
 DEFAULT = "adamw"

@@ -7,7 +7,7 @@ makes an object of it, which holds the state. A new optimizer is one file beside
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 STORED_BYTES = 4  # of a number on the wire and in checkpoints, weights and state alike: fp32
-HELD_BYTES = {"fp32": 4, "bf16": 2}
+HELD_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+HOST_PIECE = 2**22  # parameters whose state comes from host memory at a time
+HOST_BUFFERS = 2  # such pieces that are on the device at one time
+END_MATRICES = ("model.embed_tokens.weight", "lm_head.weight")
+BLOCK = 256
+"""Numbers of a state tensor in 8 bits that have a scale, fp32, in common. They are sent and received together."""
 
 
 class ParamSlot(NamedTuple):
@@ -32,6 +37,11 @@ class ParamSlot(NamedTuple):
     def size(self) -> int:
         return prod(self.shape)
 
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix of a layer, or several; vectors, embedding and head are not."""
+        return len(self.shape) >= 2 and self.name not in END_MATRICES
+
     def of(self, flat: Tensor) -> Tensor:
         """The tensor, of the flat one that it lies in."""
         return flat[self.start : self.start + self.size].view(self.shape)
@@ -43,15 +53,38 @@ class StateTensor:
 
     name: str
     """In checkpoints its values are called `NAME.PARAMETER`, as in `exp_avg.model.norm.weight`."""
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    """What a node holds it in. On the wire and in checkpoints it is fp32."""
+    dtype: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """What a node holds it in. On the wire and in checkpoints it is fp32. "8bit": in blocks with a scale each, by codes
+    that the optimizer knows."""
     shape: Callable[[Shape], Shape] | None = None
     """From a parameter's shape to this tensor's, of at least one dimension; None: the same."""
+    kept_for: Literal["all", "others"] = "all"
+    """Which parameters have one; "others": those that are not matrices of layers."""
     grown: Literal["copied", "zero"] = "copied"
     """What a new layer gets that begins as a copy of another one: that layer's state, or zeros."""
 
-    def shape_for(self, parameter: Shape) -> Shape:
-        return parameter if self.shape is None else self.shape(parameter)
+    def slots(self, parameters: Sequence[ParamSlot], start: int = 0) -> list[ParamSlot]:
+        """The tensor's parts, which belong to parameters, one after another from there on."""
+        found = []
+        for slot in parameters:
+            if self.kept_for == "all" or not slot.is_layer_matrix:
+                shape = slot.shape if self.shape is None else self.shape(slot.shape)
+                found.append(ParamSlot(f"{self.name}.{slot.name}", shape, start))
+                start += found[-1].size
+        return found
+
+    def size(self, parameters: int, ends: int) -> int:
+        """Numbers for so many parameters, of which so many belong to no layer. A tensor of another shape is small
+        beside them, and so are the vectors of layers: not counted."""
+        if self.shape is not None:
+            return 0
+        return parameters if self.kept_for == "all" else ends
+
+    def held_bytes(self, parameters: int, ends: int) -> int:
+        """Bytes of memory for these."""
+        size = self.size(parameters, ends)
+        scales = HELD_BYTES["fp32"] * -(-size // BLOCK) if self.dtype == "8bit" else 0
+        return HELD_BYTES[self.dtype] * size + scales
 
 
 class Hyperparameters(Protocol):
@@ -79,36 +112,79 @@ class Optimizer(ABC):
     state_tensors: ClassVar[tuple[StateTensor, ...]]
     """The state beside the parameters, in the order in which it is sent and stored."""
     elementwise: ClassVar[bool] = True
-    """A step changes every number by that number's gradient and state alone. Then a node may step while it still
-    receives the state of its stage, piece by piece and in any order."""
+    """A step changes every number of the state by that number and its gradient alone, or every block by those of the
+    block. Then a node may step while it still receives the state of its stage, piece by piece: a piece that has come
+    stays as its sender has it, and so do weights that come after all of the state."""
     unused: ClassVar[tuple[str, ...]] = ()
     """Settings that it has no use for; a job that sets one is refused."""
     flops_per_parameter: ClassVar[int]
-    """Operations of a step, for the planner. Most steps wait for memory: then those that fit into their time."""
+    """Operations of a step for each parameter. Most steps wait for memory: then those that fit into their time."""
 
-    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters) -> None:
-        """`slots` say where in `values` each parameter lies: those of two or more dimensions, which decay, first."""
+    offloads: ClassVar[bool] = False
+    """Whether its state can be held in host memory, away from the device of the parameters."""
+
+    def __init__(
+        self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters, *, offload: bool = False
+    ) -> None:
+        """`slots` say where in `values` each parameter lies: those of two or more dimensions, which decay, first.
+        `offload`: the state is held in host memory."""
         import torch
 
-        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
+        from skippipe.optim.host_state import host_zeros
+
+        assert self.offloads or not offload, "its state stays on the device"
+        dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
         self.values = values
         self.slots = slots
         self.settings = settings
+        self.offload = offload
         self.steps = 0
         """Steps taken so far."""
         self.state: dict[str, Tensor] = {}
-        """By name: one flat tensor for all parameters."""
+        """By name: one flat tensor for all parameters, as it is held."""
         for each in self.state_tensors:
-            size = sum(prod(each.shape_for(slot.shape)) for slot in slots)
-            self.state[each.name] = torch.zeros(size, dtype=dtypes[each.dtype], device=values.device)
+            size = sum(slot.size for slot in each.slots(slots))
+            if offload:
+                self.state[each.name] = host_zeros(size, dtypes[each.dtype], values.device)
+            else:
+                self.state[each.name] = torch.zeros(size, dtype=dtypes[each.dtype], device=values.device)
+        self._scale = 1.0
+
+    def step_along(self, gradient: Tensor, rate: float, scale: float) -> None:
+        """A step along `scale` times the gradient, which may lie in host memory; the caller counts `steps`."""
+        self._scale = scale
+        if scale != 1.0 and gradient.device == self.values.device:
+            gradient.mul_(scale)
+        self.step(gradient, rate)
+
+    def on_device(self, gradient: Tensor, here: range) -> Tensor:
+        """A part of the gradient that is stepped along: it is brought here and scaled now if it lies in host memory."""
+        part = gradient[here.start : here.stop]
+        if part.device == self.values.device:
+            return part
+        return part.to(self.values.device, non_blocking=True).mul_(self._scale)
 
     @abstractmethod
     def step(self, gradient: Tensor, rate: float) -> None:
         """Change the parameters and the state in place; the caller counts `steps`.
 
-        The gradient is the mean over the stage's microbatches, clipped by the norm of the whole model's. It may be
-        overwritten.
+        The gradient is the mean over the stage's microbatches, clipped by the norm of the whole model's; what
+        `on_device` gives of it. It may be overwritten.
         """
+
+    def read_state(self, name: str, first: int, count: int) -> Tensor:
+        """A range of a state tensor, as fp32."""
+        return self.state[name][first : first + count].float()
+
+    def write_state(self, name: str, first: int, given: Tensor) -> None:
+        """Write a range of a state tensor, given as fp32; of one in 8 bits, whole blocks. What was read elsewhere is
+        then held here with the same bits."""
+        self.state[name][first : first + len(given)].copy_(given)
+
+    def clear_state(self) -> None:
+        """Make all state zero."""
+        for each in self.state.values():
+            each.zero_()
 
     @classmethod
     def state_slots(cls, slots: Sequence[ParamSlot]) -> list[ParamSlot]:
@@ -116,24 +192,24 @@ class Optimizer(ABC):
         found = list(slots)
         start = sum(slot.size for slot in slots)
         for each in cls.state_tensors:
-            for slot in slots:
-                found.append(ParamSlot(f"{each.name}.{slot.name}", each.shape_for(slot.shape), start))
-                start += found[-1].size
+            found += each.slots(slots, start)
+            start = found[-1].start + found[-1].size
         return found
 
     @classmethod
-    def held_bytes(cls) -> int:
-        """Bytes of a node's memory for every parameter: fp32 weight, gradient and its sum over the stage, and state.
-
-        Tensors of another shape than the parameter's are small beside it, and are not counted.
-        """
-        state = sum(HELD_BYTES[each.dtype] for each in cls.state_tensors if each.shape is None)
-        return 3 * HELD_BYTES["fp32"] + state
+    def held_bytes(cls, parameters: int, ends: int = 0) -> int:
+        """Bytes of a node's memory that its state fills, of so many parameters, of which so many belong to no layer."""
+        return sum(each.held_bytes(parameters, ends) for each in cls.state_tensors)
 
     @classmethod
-    def stored_bytes(cls) -> int:
-        """Bytes for every parameter that a checkpoint takes, or the transfer of a stage's state to another node."""
-        return STORED_BYTES * (1 + sum(each.shape is None for each in cls.state_tensors))
+    def stored_bytes(cls, parameters: int, ends: int = 0) -> int:
+        """Bytes that a checkpoint takes, or the transfer of a stage's state to another node, for these parameters."""
+        return STORED_BYTES * (parameters + sum(each.size(parameters, ends) for each in cls.state_tensors))
+
+    @classmethod
+    def step_flops(cls, parameters: int, ends: int, width: int) -> int:  # noqa: ARG003
+        """Operations of a step, for the planner; `width` is the hidden size of the model."""
+        return cls.flops_per_parameter * parameters
 
 
 class TorchOptimizer(Optimizer):
@@ -142,25 +218,33 @@ class TorchOptimizer(Optimizer):
     torch_name: ClassVar[str]
     """The name of the class in `torch.optim`."""
 
-    def __init__(self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters) -> None:
-        super().__init__(values, slots, settings)
+    offloads = True
+
+    def __init__(
+        self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters, *, offload: bool = False
+    ) -> None:
+        super().__init__(values, slots, settings, offload=offload)
         import torch
 
-        decayed = sum(slot.size for slot in slots if len(slot.shape) >= 2)
-        self._ranges = slice(0, decayed), slice(decayed, None)
-        self._groups = [torch.nn.Parameter(values[each]) for each in self._ranges]
+        from skippipe.optim.host_state import HostState, HostTensor
+
+        self._decayed = sum(slot.size for slot in slots if len(slot.shape) >= 2)
+        ranges = range(self._decayed), range(self._decayed, len(values))
+        self._ranges = [each for each in ranges if each]
+        self._host = (
+            HostState(values.device, len(values), [HostTensor(each) for each in self.state.values()])
+            if offload
+            else None
+        )
+        self._parameter = torch.nn.Parameter(values)
+        """Stands for one range after another."""
         self._torch: torch.optim.Optimizer = getattr(torch.optim, self.torch_name)(
-            [
-                {"params": [group], "weight_decay": decay}
-                for group, decay in zip(self._groups, (settings.weight_decay, 0.0), strict=True)
-            ],
+            [self._parameter],
             lr=settings.rate,
             fused=values.device.type in ("cpu", "cuda"),
             **self.hyperparameters(settings),
         )
-        for group, each in zip(self._groups, self._ranges, strict=True):  # as torch would make it, but in one piece
-            state = {name: whole[each] for name, whole in self.state.items()}
-            self._torch.state[group] = {"step": torch.zeros((), device=values.device), **state}
+        self._step = torch.zeros((), device=values.device)
 
     @staticmethod
     @abstractmethod
@@ -168,9 +252,22 @@ class TorchOptimizer(Optimizer):
         """Arguments of the torch class, beside the learning rate and weight decay."""
 
     def step(self, gradient: Tensor, rate: float) -> None:
-        for group, each in zip(self._groups, self._ranges, strict=True):
-            group.grad = gradient[each]
-            self._torch.state[group]["step"].fill_(self.steps)
-        for settings in self._torch.param_groups:
-            settings["lr"] = rate
-        self._torch.step()
+        (group,) = self._torch.param_groups
+        group["lr"] = rate
+        for here, now, state in self._pieces(gradient):
+            group["weight_decay"] = self.settings.weight_decay if here.stop <= self._decayed else 0.0
+            self._parameter.data, self._parameter.grad = self.values[here.start : here.stop], now
+            named = zip(self.state, state, strict=True)
+            self._torch.state[self._parameter] = {"step": self._step.fill_(self.steps), **dict(named)}
+            self._torch.step()
+        self._parameter.grad = None
+
+    def _pieces(self, gradient: Tensor) -> Iterator[tuple[range, Tensor, list[Tensor]]]:
+        from skippipe.optim.host_state import cut
+
+        if self._host is not None:
+            yield from self._host.pieces(gradient, self._scale, cut(self._ranges))
+            return
+        away = gradient.device != self.values.device
+        for here in cut(self._ranges) if away else self._ranges:
+            yield here, self.on_device(gradient, here), [each[here.start : here.stop] for each in self.state.values()]

@@ -23,6 +23,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
+from skippipe.optim.interface import BLOCK
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
     LEAST_VALUES,
@@ -87,7 +88,7 @@ class StageExecutor:
         self._recipe = recipe or SkipSchedule()
         self._microbatches = workload.microbatches
         self._packing = packing
-        self._averager = make_averager(tasks.weights.gradient, workload.gradient_dtype)
+        self._averager = make_averager(tasks.weights.gradient, workload.gradient_dtype, workload.offload != "none")
         self._averaged: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._snapshot: Tensor | None = None
@@ -126,8 +127,7 @@ class StageExecutor:
             case ReadWeights():
                 return self._read_weights(work.piece, kept=work.kept)
             case SnapshotState():
-                self._snapshot = torch.cat([part.cpu().float() for part in self.tasks.weights.trained_state])
-                return None
+                return self._take_snapshot()
             case PlanTransfer():
                 return self._plan_transfer(work.origin)
             case ReadState():
@@ -188,6 +188,15 @@ class StageExecutor:
         self._averager.close(followed=False)
         self._averaged = None
 
+    def _take_snapshot(self) -> None:
+        """Copy what training changes to the host, piece by piece: state is read in more bits than it may be held in."""
+        weights = self.tasks.weights
+        size = weights.trained_values
+        self._snapshot = torch.empty(size)
+        for first in range(0, size, CHUNK_VALUES):
+            count = min(CHUNK_VALUES, size - first)
+            self._snapshot[first : first + count] = weights.read_state(first, count)
+
     def _read_weights(self, piece: int, *, kept: bool) -> EncodedTensor | None:
         """A chunk of the snapshot if it was `kept` for a checkpoint, else of the weights as they are; None after the
         last one, and then the snapshot is freed."""
@@ -200,21 +209,23 @@ class StageExecutor:
         return None
 
     def _plan_transfer(self, origin: StateSource) -> list[StateSlice]:
-        """From neighbours come weights only: optimizer state begins at zero. What neighbours do not have (see
+        """Weights come last: a step that is taken before they are here follows the whole optimizer state.
+
+        From neighbours come weights only: optimizer state begins at zero. What neighbours do not have (see
         `neighbour_init`) comes from the backup of stage 0's ends; without one it stays as it is, in a new process as
         the seed has it."""
         weights = self.tasks.weights
         weights.steps = origin.steps
         if origin.kind == "neighbours":
-            for each in weights.optimizer.state.values():
-                each.zero_()
+            weights.optimizer.clear_state()
             parts = init_from_neighbours(
                 self._spec, self._layers, self._stage, origin.sources, origin.stages, origin.shares
             )
             if origin.backup is not None:
                 parts += init_from_backup(weights.slots, *origin.backup)
         else:
-            parts = [StateSlice(origin.sources[0], 0, weights.state_values, 0)]
+            values, *others = weights.state_parts
+            parts = [StateSlice(origin.sources[0], each.start, len(each), each.start) for each in (*others, values)]
         return [piece for part in parts for piece in in_chunks(part)]
 
     def _read_state(self, first: int, count: int, backup: int) -> StateChunk:
@@ -228,7 +239,7 @@ class StageExecutor:
             assert self._backup is not None
             chunk = encode(self._backup[1][first : first + count], "fp32")
         else:
-            chunk = encode(torch.cat(self.tasks.weights.state_range(first, count)), "fp32", share=True)
+            chunk = encode(self.tasks.weights.read_state(first, count), "fp32", share=True)
         return StateChunk(chunk, sha256(chunk.data).hexdigest())
 
     def _open_backup(self, source: int, iterations: int) -> list[StateSlice]:
@@ -253,11 +264,7 @@ class StageExecutor:
         values = decode(given, self.tasks.device)
         if part.share != 1:
             values.mul_(part.share)
-        start = 0
-        for here in self.tasks.weights.state_range(part.at, part.count):
-            received = values[start : start + len(here)]
-            here.add_(received) if part.added else here.copy_(received)
-            start += len(here)
+        self.tasks.weights.write_state(part.at, values, added=part.added)
         return True
 
     def _task(self, task: StageTask) -> OpResult:
@@ -348,8 +355,9 @@ def _is_intact(part: StateSlice, given: Any, digest: str) -> bool:
 
 
 def in_chunks(part: StateSlice, most: int | None = None) -> Iterator[StateSlice]:
-    """Slices of this one that fit into a message each."""
+    """Slices of this one that fit into a message each, of whole blocks."""
     most = most or CHUNK_VALUES
+    most -= most % BLOCK
     for start in range(0, part.count, most):
         count = min(most, part.count - start)
         yield replace(part, first=part.first + start, at=part.at + start, count=count)

@@ -82,6 +82,7 @@ def build_stage_executor(
         recompute=plan.workload.activation_checkpointing,
         split_backward=plan.split_backward,
         compiled=node_config.compiled,
+        offload=plan.workload.offload == "optimizer",
     )
     return StageExecutor(
         stage,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from skippipe.codecs import CODECS
 from skippipe.errors import UserError
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule, deal_lengths, parse_share, visited_of
 from skippipe.toml_config import read_toml
@@ -27,6 +28,7 @@ from skippipe.value_ranges import (
     STAGES,
     TOKENS,
     VOCABULARY,
+    Choices,
     Range,
 )
 
@@ -147,6 +149,8 @@ class Variant:
     """Tokens to train on; 0: the study's."""
     rate: Annotated[float, Range(0, 100)] = 0.0
     """The highest learning rate; 0: the study's."""
+    optimizer: Annotated[str, Choices(("", *OPTIMIZERS))] = ""
+    """The optimizer; empty: the study's."""
     heal_rate: Annotated[float, Range(0, 100, above=True)] = 1.0
     """By what the learning rate is multiplied while only bridges and adapters learn."""
     heal_split: Annotated[int, MICROBATCHES] = 1
@@ -235,8 +239,8 @@ class StudyRun:
     def learning(self) -> OptimConfig:
         chosen, iterations = self.study.learning, self.heals_at
         warmup = min(chosen.warmup, max(1, iterations // 10))
-        rate = self.variant.rate or chosen.rate
-        return replace(chosen, rate=rate, warmup=warmup, iterations=max(iterations, warmup + 1))
+        rate, optimizer = self.variant.rate or chosen.rate, self.variant.optimizer or chosen.optimizer
+        return replace(chosen, optimizer=optimizer, rate=rate, warmup=warmup, iterations=max(iterations, warmup + 1))
 
     def rate(self, iteration: int) -> float:
         """The learning rate; that of healing has a schedule of its own, over what it has of the run."""
@@ -298,7 +302,7 @@ class StudyRun:
         measuring = asdict(study.measuring)
         if not study.measuring.wire:
             del measuring["wire"]
-        del variant["model"]
+        del variant["model"], variant["optimizer"]
         return {
             "model": self.variant.model or study.model,
             "variant": variant,

@@ -30,6 +30,7 @@ from skippipe.data.prepare import prepare
 from skippipe.data.token_file import HEADER, TokenFile
 from skippipe.errors import UserError
 from skippipe.json_fields import check_empty
+from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.study.config import Study, StudyRun, kept_stages, read_results
 from skippipe.study.engine import Engine
@@ -231,12 +232,12 @@ class Runner:
         return self._engines[kind]
 
 
-def _frozen_tensors(engine: Engine) -> dict[str, torch.Tensor]:
+def _frozen_parts(engine: Engine) -> dict[str, tuple[FlatParams, range]]:
     """What healing begins with: all weights; of bridges that have learned already also the optimizer's state."""
-    found = {f"stage {index}": each.values for index, each in enumerate(engine.weights)}
+    found = {f"stage {index}": (each, each.state_parts[0]) for index, each in enumerate(engine.weights)}
     for index, each in enumerate(engine.bridge_weights):
         if each.steps:
-            found |= {f"bridges {index} {part}": tensor for part, tensor in enumerate(each.state)}
+            found |= {f"bridges {index} {part}": (each, here) for part, here in enumerate(each.state_parts)}
     return found
 
 
@@ -247,7 +248,8 @@ def save_frozen(
     file.parent.mkdir(parents=True, exist_ok=True)
     steps = [each.steps for each in engine.bridge_weights]
     kept = {"curve": json.dumps(curve), "seconds": json.dumps(seconds), "steps": json.dumps(steps)}
-    tensors = {name: each.cpu() for name, each in _frozen_tensors(engine).items()}
+    parts = _frozen_parts(engine).items()
+    tensors = {name: weights.read_state(here.start, len(here)).cpu() for name, (weights, here) in parts}
     tensors["losses"] = torch.stack(losses).cpu() if losses else torch.empty(0)
     partial = file.with_suffix(".partial")
     save_file(tensors, partial, kept)
@@ -260,8 +262,8 @@ def load_frozen(engine: Engine, file: Path) -> tuple[list[torch.Tensor], list[li
         kept = saved.metadata()
         for each, steps in zip(engine.bridge_weights, json.loads(kept["steps"]), strict=False):
             each.steps = steps
-        for name, tensor in _frozen_tensors(engine).items():
-            tensor.copy_(saved.get_tensor(name))
+        for name, (weights, here) in _frozen_parts(engine).items():
+            weights.write_state(here.start, saved.get_tensor(name).to(engine.device))
         losses = list(saved.get_tensor("losses").to(engine.device))
     return losses, json.loads(kept["curve"]), float(kept["seconds"])
 

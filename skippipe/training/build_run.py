@@ -25,7 +25,6 @@ from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
-from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
@@ -207,8 +206,7 @@ class RunSetup(RunOptions):
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
         job, work = self.job, self.plan.workload
         model_bytes = STORED_BYTES * work.model.parameters
-        trained = sum(work.trained_parameters(stage, layers) for stage, layers in enumerate(self.plan.layers))
-        checkpoint_bytes = OPTIMIZERS[job.learning.optimizer].stored_bytes() * trained
+        checkpoint_bytes = sum(work.checkpoint_bytes(stage, layers) for stage, layers in enumerate(self.plan.layers))
         if self.spec.lora.rank and not self.resumed:
             model_bytes *= 2  # what adapters are for is kept beside the checkpoints
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
@@ -292,6 +290,7 @@ def _make_job_plan(
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
     )
     cluster = _emulated(job, cluster, workload)
@@ -455,6 +454,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
         early_exit=job.recipe.early_exit > 0,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
+        offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)

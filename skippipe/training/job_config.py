@@ -30,9 +30,11 @@ from skippipe.value_ranges import (
     STAGES,
     THREADS,
     VOCABULARY,
+    Choices,
     Range,
     check_ranges,
 )
+from skippipe.workload import OFFLOADS
 
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
 
@@ -138,6 +140,9 @@ class ComputeConfig:
     """torch.compile the layers of each stage."""
     threads: Annotated[int, THREADS] = 1
     """Threads of each node, on a CPU."""
+    offload: Annotated[str, Choices(OFFLOADS)] = "none"
+    """What nodes with a GPU keep in host memory, for those that have little memory of their own: the sums of gradients
+    (averaging), or these and the optimizer's state (optimizer)."""
 
 
 @dataclass(frozen=True)

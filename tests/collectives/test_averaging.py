@@ -282,7 +282,7 @@ def doubled(gradient: torch.Tensor) -> None:
 
 
 def test_gradients_summed_by_other_means_are_measured_where_they_are() -> None:
-    executor = computer_of(1, make_averager=lambda gradient, codec: InPlaceAverager(gradient, doubled))
+    executor = computer_of(1, make_averager=lambda gradient, codec, offload: InPlaceAverager(gradient, doubled))
     executor.tasks.weights.gradient.fill_(1.0)
     executor.run(BeginAveraging(Averaging((0, 1)).schedule))
     assert executor.run(GradNorm(2, alone=False)) == len(gradient_of(executor))

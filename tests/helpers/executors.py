@@ -68,7 +68,8 @@ def gradient_of(executor: StageExecutor) -> torch.Tensor:
 
 
 def state_of(executor: StageExecutor) -> torch.Tensor:
-    return torch.cat([part.float() for part in executor.tasks.weights.state])
+    weights = executor.tasks.weights
+    return weights.read_state(0, weights.state_values)
 
 
 def drive(

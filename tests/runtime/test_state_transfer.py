@@ -25,19 +25,20 @@ def transfer(receiver: StageExecutor, parts: Sequence[StateSlice], sources: dict
         assert receiver.run(WriteState(part, *chunk)) is True
 
 
-def test_a_learner_that_steps_along_ends_as_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+def test_a_learner_that_steps_along_ends_as_the_replica(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice an iteration, in the order in which a node requests them."""
     monkeypatch.setattr(stage_executor, "CHUNK_VALUES", 5000)
-    replica, receiver = computer_of(1), computer_of(1, seed=8)
+    replica, receiver = computer_of(1, optimizer=optimizer), computer_of(1, seed=8, optimizer=optimizer)
     size = len(replica.tasks.weights.gradient)
     for number in range(3):
         replica.tasks.weights.gradient.copy_(noise(number, size))
         stepped(replica, 2)
     parts = receiver.run(PlanTransfer(StateSource("replica", (4,), (1,), (1.0,), replica.tasks.weights.steps)))
-    assert sum(part.count for part in parts) == 3 * size
-    assert max(part.count for part in parts) == 5000
-    assert size % 5000, "a part should hold the end of the weights and the beginning of the means"
+    assert sum(part.count for part in parts) == replica.tasks.weights.state_values > 2 * size
+    assert max(part.count for part in parts) == 4864 < size  # whole blocks
     assert {part.source for part in parts} == {4}
-    for number, part in enumerate(reversed(parts)):
+    for number, part in enumerate(parts):
         replica.tasks.weights.gradient.copy_(noise(50 + number, size))
         average([replica, receiver])
         norms = [each.run(GradNorm(2, alone=False)) for each in (replica, receiver)]

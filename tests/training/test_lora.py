@@ -68,12 +68,9 @@ def test_weights_that_stay_are_held_in_the_type_of_computing_and_give_the_same_b
         held = {each.dtype for _, each in step.model.frozen_weights()}
         assert held == ({torch.float32, torch.bfloat16} if lora else set())
         if lora:  # as one sequence of numbers, in whatever types
-            state = torch.cat(step.weights.state_range(0, step.weights.state_values))
+            state = step.weights.read_state(0, step.weights.state_values)
             again = StageStep(ModelSpec(spec.config, 4, lora), range(5), learning, ends=True, compute_dtype="bf16")
-            start = 0
-            for part in again.weights.state_range(0, again.weights.state_values):
-                part.copy_(state[start : start + len(part)])
-                start += len(part)
+            again.weights.write_state(0, state)
             pairs = zip(step.model.named_weights(), again.model.named_weights(), strict=True)
             assert all(torch.equal(ours, theirs) for (_, ours), (_, theirs) in pairs)
     assert losses[0][0] == losses[1][0]

@@ -1,9 +1,10 @@
 """State transfer between nodes: a node that joins during training fetches the state of its stage from its peers.
 
-Weights and optimizer state are values that a step changes one by one. So a node can take part in every averaging and
-every step from its first iteration on, and meanwhile fetch the state in any order: a value that it has received in an
-iteration, as its source had it in that iteration, equals the source's from then on. What was requested in one iteration
-and arrives in the next is out of date, and is requested again.
+Optimizer state is values that a step changes one by one, or in blocks. So a node can take part in every averaging and
+every step from its first iteration on, and meanwhile fetch the state: a value that it has received in an iteration, as
+its source had it in that iteration, equals the source's from then on. So do weights, if they come after all of the
+optimizer's state, which their step follows. What was requested in one iteration and arrives in the next is out of date,
+and is requested again.
 
 The state of a replica belongs to an iteration. It is of use to a node in the same iteration, and to one that waits if
 all of it is of the iteration that then begins: the replica may learn later than this node that a step is committed. A
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+from skippipe.optim.interface import BLOCK
 from skippipe.runtime.messages import (
     COORDINATOR,
     Backup,
@@ -126,7 +128,7 @@ class StateReceiver:
             return None
         self._waiting = False
         if not in_time:
-            half = part.count // 2
+            half = part.count // 2 // BLOCK * BLOCK
             if half >= LEAST_VALUES:
                 self._left[0] = replace(part, first=part.first + half, at=part.at + half, count=part.count - half)
                 self._left.appendleft(replace(part, count=half))

@@ -1,0 +1,72 @@
+"""Muon (Jordan et al., 2024) for the matrices of layers, AdamW for everything else.
+
+The running mean of a matrix's gradients is made orthogonal: all its singular values become about 1. Then it is scaled
+so that its numbers are on average as large as those of AdamW's steps (Liu et al., "Muon is scalable for LLM training",
+2025), and AdamW's learning rate and weight decay suit both.
+
+The state of a matrix is that running mean alone, and it changes number by number. So a node that joins gets it piece by
+piece, like AdamW's; the weights come after it. Replicas have the same bits if they multiply matrices alike: their
+devices must be of one kind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from skippipe.optim.adamw import follow
+from skippipe.optim.interface import Optimizer, StateTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a polynomial of odd powers that brings singular values near 1 soon
+ROUNDS = 5
+SIZE = 0.2  # root mean square of the numbers of a step of AdamW, times its rate
+CHUNK = 2**24  # numbers that AdamW steps along at a time
+
+
+class Muon(Optimizer):
+    """`beta1` is the momentum, with a look ahead (Nesterov's); 0.95 is usual."""
+
+    state_tensors = (StateTensor("exp_avg"), StateTensor("exp_avg_sq", kept_for="others"))
+    flops_per_parameter = 250
+
+    def step(self, gradient: Tensor, rate: float) -> None:
+        ours, means, first = self.settings, self.state["exp_avg"], 0
+        for slot in self.slots:
+            here = slice(slot.start, slot.start + slot.size)
+            values, mean = self.values[here], means[here]
+            now = self.on_device(gradient, range(here.start, here.stop))
+            if len(slot.shape) >= 2:
+                values.mul_(1 - rate * ours.weight_decay)
+            if slot.is_layer_matrix:
+                mean.lerp_(now, 1 - ours.beta1)
+                step = orthogonal(now.lerp_(mean, ours.beta1).view(slot.shape)).flatten()
+                values.add_(step, alpha=-rate * SIZE * max(slot.shape[-2:]) ** 0.5)
+                continue
+            square = self.state["exp_avg_sq"][first : first + slot.size]
+            for parts in zip(*(each.split(CHUNK) for each in (values, now, mean, square)), strict=True):
+                follow(*parts, ours, self.steps + 1, rate)
+            first += slot.size
+
+    @classmethod
+    def step_flops(cls, parameters: int, ends: int, width: int) -> int:
+        """Each round multiplies a matrix twice by a square one of its narrower side, and that by itself."""
+        products = ROUNDS * (2 + 2 + 1) * width  # of the width at most; most matrices have another, wider side
+        return cls.flops_per_parameter * parameters + products * (parameters - ends)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Nearly orthogonal matrices of the same singular vectors, by Newton and Schulz's iteration; on a GPU in bf16."""
+    import torch
+
+    wide = matrices.shape[-2] <= matrices.shape[-1]
+    found = matrices.reshape(-1, *matrices.shape[-2:])
+    found = found.to(torch.bfloat16 if found.is_cuda else torch.float32)
+    found = found if wide else found.mT
+    found = found / torch.linalg.vector_norm(found, dim=(-2, -1), keepdim=True).clamp_(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ROUNDS):
+        square = found @ found.mT
+        found = torch.baddbmm(found, torch.baddbmm(square, square, square, beta=b, alpha=c), found, beta=a)
+    return (found if wide else found.mT).reshape(matrices.shape)
