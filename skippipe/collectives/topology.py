@@ -20,7 +20,8 @@ from skippipe.jit import Floats, Ints, kernel
 PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
 MOST_PIECES = 192
 FEW_PIECES = 24  # where many placements are compared
-RELAYED_UP_TO = 16  # nodes of a stage: more have enough links of their own
+RINGS_UP_TO = 16  # nodes of a stage: on more, a ring is too long to be the fastest
+RELAYED_UP_TO = 6_400  # nodes of a stage times nodes of the cluster: to choose among more ways takes too long
 SHARES = 2**16  # what shares add up to in an estimate, about
 LEAST_SHARE = 0.02  # of the largest: a node with less is no root, and only sends
 PAIR = 1.3  # two nodes alone do not use all ways at once: by so much their rate is less
@@ -30,7 +31,7 @@ TURNS = 1_000  # tried on a larger ring
 
 def fastest(costs: LinkCosts, stage: int, nodes: Sequence[int], *, only_rings: bool = False) -> Averaging:
     """The fastest of the known kinds for nodes that are done at the same time, whatever order they are given in."""
-    if len(nodes) > RELAYED_UP_TO and not only_rings:
+    if len(nodes) > RINGS_UP_TO and not only_rings:
         return exchange(costs, stage, sorted(nodes), free_links(len(costs.flight_ns)), most_pieces=FEW_PIECES)
     ring = Averaging(ring_order(costs, stage, nodes))
     if only_rings or len(ring.order) < 3:
@@ -56,8 +57,8 @@ def exchange(
     """
     by_bytes = -(-costs.gradient_bytes[stage] // PIECE_BYTES)
     pieces = min(most_pieces, max(by_bytes, min(2 * len(order), most_pieces // 2)))
-    relays = relays if len(order) <= RELAYED_UP_TO else ()
     nodes = len(costs.flight_ns)
+    relays = relays if len(order) * nodes <= RELAYED_UP_TO else ()
     piece_bytes = np.array(-(-costs.gradient_bytes[stage] // pieces), np.int64)
     upload, download = costs.upload_bytes_per_s, costs.download_bytes_per_s
     forwarded, late = free_links(nodes), free_links(nodes)
@@ -297,7 +298,7 @@ def estimate_exchange(
             if bandwidth[here, there] > 0 and bandwidth[there, here] > 0:
                 straight = 2 / (1 / bandwidth[here, there] + 1 / bandwidth[there, here])
             by_relay = 0.0
-            if size <= RELAYED_UP_TO:
+            if size * len(relayed) <= RELAYED_UP_TO:
                 by_relay = relayed_by_all[here, there]
                 for by in idle:
                     by_relay -= min(relayed[by, here], relayed[by, there])
@@ -319,6 +320,7 @@ def estimate_exchange(
         total += shares[root]
     for root in range(size):
         piece_bytes = -(-gradient_bytes * shares[root] // total)
+        sent_ns[root, root] = max(1, MOST_PIECES * shares[root] // total)
         for place in range(size):
             if place != root:
                 sent_ns[place, root] = link_ns(piece_bytes, rate[place, root]) if shares[root] > 0 else -1
@@ -331,20 +333,25 @@ def exchange_ns(done_ns: Ints, sent_ns: Ints, back_ns: Ints, flown_ns: Ints) -> 
     size = len(done_ns)
     last_ns = done_ns.max()
     for root in range(size):
-        summed_ns = done_ns[root]
+        pieces = sent_ns[root, root]
+        first_ns = summed_ns = done_ns[root]
         has_piece = False
         for place in range(size):
             if place != root and sent_ns[place, root] >= 0:
                 has_piece = True
-                summed_ns = max(summed_ns, done_ns[place] + sent_ns[place, root] + flown_ns[place, root])
+                came_ns = done_ns[place] + flown_ns[place, root]
+                first_ns = max(first_ns, came_ns + sent_ns[place, root] // pieces)
+                summed_ns = max(summed_ns, came_ns + sent_ns[place, root])
         if not has_piece:
             continue
         for place in range(size):
             if place != root:
-                start_ns = summed_ns
+                start_ns = first_ns
                 if sent_ns[root, place] >= 0:  # its own contribution went over this link before
                     start_ns = max(start_ns, done_ns[root] + sent_ns[root, place])
-                last_ns = max(last_ns, start_ns + back_ns[root, place] + flown_ns[root, place])
+                back = back_ns[root, place]
+                ended_ns = max(start_ns + back, summed_ns + back // pieces)
+                last_ns = max(last_ns, ended_ns + flown_ns[root, place])
     return int(last_ns)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import RELAYED_UP_TO, exchange
+from skippipe.collectives.topology import RINGS_UP_TO, exchange
 from skippipe.collectives.transfers import FreeLinks, averaged_ns, transfer_loads
 from skippipe.cost_model import CostModel
 from skippipe.errors import UserError
@@ -45,7 +45,7 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
 
     ways = [[each] for each in best]
     for index, order in enumerate(orders):
-        if len(order) <= RELAYED_UP_TO:
+        if len(order) <= RINGS_UP_TO:
             ways[index].append(Averaging(order))
     everybody = tuple(plan.stage_of)
     if not costs.collective.only_rings:
