@@ -1,8 +1,8 @@
 """Whether plans for many nodes are good, with queues and averaging counted (full timing).
 
-    python -m benchmarks.large losses [SECONDS]       42, 100 nodes: repaired after one loss / before
-    python -m benchmarks.large longer [SECONDS]       100 nodes: the plan after 60 s / after SECONDS (1,200 if not said)
-    python -m benchmarks.large thousand [SECONDS]     1,000 nodes: the first plan, and the plan after SECONDS (300)
+    python -m benchmarks.large losses [SECONDS [CLUSTER…]]      42, 100 nodes: repaired after one loss / before
+    python -m benchmarks.large longer [SECONDS [CLUSTER…]]      100 nodes: the plan after 60 s / after SECONDS (1,200)
+    python -m benchmarks.large thousand [SECONDS [CLUSTER…]]    1,000 nodes: the first plan, and after SECONDS (300)
 
 A plan that a repair makes faster, or that twenty minutes make much faster, was not good. Tables in Markdown.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
@@ -21,6 +21,7 @@ from skippipe.planner.strategies import PlanRequest, Strategy, compile_search, m
 from skippipe.workload import MODELS, Workload
 
 PLANNING_S = 60.0
+HUNDRED = ("random:100", "regions:100")
 LOSSES = 10  # of one node, that are tried: those in the middle of all stages
 REPAIR_S_EACH_20 = 0.5  # as the coordinator has it
 
@@ -40,10 +41,10 @@ def iteration_s(plan: Plan) -> float:
     return plan.expected.iteration_s
 
 
-def losses(budget_s: float) -> None:
+def losses(budget_s: float, clusters: Sequence[str]) -> None:
     compile_repair()
     print("| cluster | the plan | repaired after one loss / before: least, mean, most |\n|---|---|---|")
-    for name in ("published42", "random:100", "regions:100"):
+    for name in clusters or ("published42", *HUNDRED):
         plan = planned(name, budget_s)
         members = [set(stage.nodes) for stage in plan.stages]
         used = sorted(plan.stage_of)
@@ -58,16 +59,16 @@ def losses(budget_s: float) -> None:
         print(f"| {name} | {iteration_s(plan):.1f} s | {ends} |", flush=True)
 
 
-def longer(budget_s: float) -> None:
+def longer(budget_s: float, clusters: Sequence[str]) -> None:
     print(f"| cluster | after {PLANNING_S:.0f} s | after {budget_s:.0f} s | ratio |\n|---|---|---|---|")
-    for name in ("random:100", "regions:100"):
+    for name in clusters or HUNDRED:
         first_s, last_s = (iteration_s(planned(name, seconds)) for seconds in (PLANNING_S, budget_s))
         print(f"| {name} | {first_s:.1f} s | {last_s:.1f} s | {first_s / last_s:.2f} |", flush=True)
 
 
-def thousand(budget_s: float) -> None:
+def thousand(budget_s: float, clusters: Sequence[str]) -> None:
     print("| cluster | first plan in | it | after | it | no plan is under |\n|---|---|---|---|---|---|")
-    for name in ("regions:1000",):
+    for name in clusters or ("regions:1000",):
         began = time.monotonic()
         first_s = iteration_s(planned(name, 0.0))
         took_s = time.monotonic() - began
@@ -76,7 +77,7 @@ def thousand(budget_s: float) -> None:
         print(f"| {name} | {took_s:.1f} s | {first_s:.1f} s | {budget_s:.0f} s | {iteration_s(plan):.1f} s | {bound} |")
 
 
-PARTS: dict[str, tuple[Callable[[float], None], float]] = {
+PARTS: dict[str, tuple[Callable[[float, Sequence[str]], None], float]] = {
     "losses": (losses, PLANNING_S),
     "longer": (longer, 1200.0),
     "thousand": (thousand, 300.0),
@@ -86,7 +87,7 @@ PARTS: dict[str, tuple[Callable[[float], None], float]] = {
 def main() -> None:
     compile_search()
     part, seconds = PARTS[sys.argv[1] if len(sys.argv) > 1 else "losses"]
-    part(float(sys.argv[2]) if len(sys.argv) > 2 else seconds)
+    part(float(sys.argv[2]) if len(sys.argv) > 2 else seconds, sys.argv[3:])
 
 
 if __name__ == "__main__":

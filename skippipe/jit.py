@@ -47,6 +47,13 @@ def kernel(function: Function) -> Function:
         settings.CACHE_DIR = before
 
 
+def cores() -> int:
+    """Cores that this process may use: in a container, or bound to some of them, fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 @contextmanager
 def compile_beside(code: str) -> Iterator[None]:
     """Compile in a second process meanwhile, where nothing is compiled yet: what it compiles is in the cache then.

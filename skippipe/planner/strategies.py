@@ -32,7 +32,8 @@ from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
+from skippipe.planner.search.annealing import LARGE, PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
+from skippipe.planner.search.decomposition import parts_of, planned_in_parts
 from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Timing
@@ -44,9 +45,11 @@ SHORTLISTED = 200  # placements that get a first look: the whole population, if 
 FIRST_BRANCHES = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
 ALLOCATION_SHARE = 0.4  # of the seconds
-LARGE = 500  # nodes times lanes: from here on `best` begins with what the study's method finds in the study's timing
-CBS_SHARE = 0.3  # of the seconds, for that
+CBS_SHARE = 0.3  # of the seconds, for the study's method, with which `best` begins if there are many lanes
 CBS_FROM_S = 10.0  # in fewer seconds it finds little
+PARTS_SHARE = 0.3  # of the seconds or changes, for a large cluster in parts
+PART_FROM_S = 0.2  # in fewer seconds for a part, …
+PART_FROM_CHANGES = 2_000  # … or with fewer changes, its plan is worth little
 FIRST_SHARE = 0.05  # of the seconds, for each of the plans that `best` can begin with
 FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes are counted
 EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for people who watch it
@@ -167,7 +170,14 @@ def _small_problem() -> Problem:
 def _best(problem: Problem, request: PlanRequest) -> Plan:
     until = request.clock() + request.budget_s
     began = request.clock()
-    starts = [_checked_start(problem, request.start)] if request.start else _initial_plans(problem, request, until)
+    changes = request.changes
+    if request.start:
+        starts = [_checked_start(problem, request.start)]
+    elif _begins_in_parts(problem, request) and (in_parts := _in_parts(problem, request)):
+        starts = [in_parts]
+        changes *= 1 - PARTS_SHARE
+    else:
+        starts = _initial_plans(problem, request, until)
 
     def stopped() -> bool:
         return request.stopped() or request.clock() >= until
@@ -181,7 +191,7 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
 
     def on_progress(done: float, best_ns: float | None) -> None:
         spent = (request.clock() - began) / request.budget_s if request.budget_s else 1.0
-        share = min(1.0, max(spent, done / request.changes))
+        share = min(1.0, max(spent, done / changes))
         request.progress(what, share, None if best_ns is None else best_ns / 1e9)
 
     jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
@@ -191,7 +201,7 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
         problem,
         starts,
         request.seed,
-        request.changes,
+        changes,
         stopped,
         on_progress,
         keep_stages,
@@ -206,6 +216,37 @@ def _begins_with_cbs(problem: Problem, request: PlanRequest) -> bool:
         return False
     in_time = CBS_FROM_S <= request.budget_s < math.inf and request.changes == math.inf
     return in_time and len(problem.cluster) * problem.lanes_in_memory > LARGE
+
+
+def _begins_in_parts(problem: Problem, request: PlanRequest) -> bool:
+    """Whether `best` begins with plans of parts of the cluster: with time for each, and the nodes of stages open."""
+    parts = parts_of(problem)
+    if parts < 2 or request.placement is not None or not problem.decision_variables.sizes:
+        return False
+    if problem.timing is not Timing.FULL or len(problem.cluster) * problem.lanes_in_memory <= LARGE:
+        return False
+    each_s, each = PARTS_SHARE * request.budget_s / parts, PARTS_SHARE * request.changes / parts
+    return each_s >= PART_FROM_S and each >= PART_FROM_CHANGES
+
+
+def _in_parts(problem: Problem, request: PlanRequest) -> Plan | None:
+    """A plan for each part of the cluster, put together; None if parts do not keep the rules."""
+    parts, began = parts_of(problem), request.clock()
+    made = 0
+
+    def plan_part(part: Problem) -> Plan:
+        nonlocal made
+        made += 1
+        request.progress("planning parts of the cluster", PARTS_SHARE * (made - 1) / parts, None)
+        budget_s = PARTS_SHARE * request.budget_s * made / parts - (request.clock() - began)
+        changes = PARTS_SHARE * request.changes / parts
+        return _best(part, PlanRequest(request.seed, max(0.0, budget_s), changes=changes, clock=request.clock))
+
+    with suppress(Infeasible):
+        plan = planned_in_parts(problem, plan_part)
+        if not validate(plan):
+            return plan.promising(simulate(plan, problem.timing))
+    return None
 
 
 def _initial_plans(problem: Problem, request: PlanRequest, until: float) -> list[Plan]:

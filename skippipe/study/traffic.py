@@ -24,7 +24,7 @@ def sent(hidden: Tensor, wire: str, back: str = "") -> Tensor:
     """What arrives of activations after a hop; wire "": all of them.
 
     Microbatches are rounded together: the same as one by one, if the values of each fill whole blocks. Codecs are not
-    compiled: that would leave out roundings, and a variant is compiled for longer than it then wins.
+    compiled: compiled ones rounded some values otherwise (int4 on a CPU), and were compiled anew for every size.
     """
     if not wire:
         return hidden

@@ -13,7 +13,6 @@ until one of them is clearly ahead.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +23,7 @@ import numpy as np
 
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
-from skippipe.jit import Floats, Ints, kernel
+from skippipe.jit import Floats, Ints, cores, kernel
 from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.astar import INFINITE_NS
@@ -160,7 +159,7 @@ def search(
     """Run chains until they have tried so many changes in all, or `stall_limit` without an improvement."""
     best_ns, better_at = min(chain.best_ns for chain in chains), 0
     done, rounds, length = 0, 0, first_round
-    with ThreadPoolExecutor(min(len(chains), os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(len(chains), cores())) as threads:
         while done < changes and done - better_at <= stall_limit and not stopped():
             each = min(length, math.ceil((changes - done) / len(chains))) if changes < math.inf else length
             done += sum(threads.map(Chain.round, chains, repeat(each), repeat(stopped)))
@@ -201,9 +200,9 @@ def improve(
     states = [state_of(plan, most_lanes) for plan in starts]
     weights = _move_weights(problem, keep_stages)
     size = len(problem.cluster) * most_lanes
-    cores = (os.cpu_count() or 1) if changes == math.inf else 1  # what is counted is the same on every machine
+    most = cores() if changes == math.inf else 1  # what is counted is the same on every machine
     chains = []
-    for number in range(max(FEWEST_OF_LARGE if size > LARGE else FEWEST_CHAINS, cores)):
+    for number in range(max(FEWEST_OF_LARGE if size > LARGE else FEWEST_CHAINS, most)):
         variant, state = number % len(problems), copy_state(states[number % len(states)])
         if problem.decision_variables.dispatch:
             state.dispatch[0] = number // len(problems) % len(Dispatch)
