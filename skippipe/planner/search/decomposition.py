@@ -29,7 +29,7 @@ def parts_of(problem: Problem) -> int:
 def planned_in_parts(problem: Problem, plan_part: Callable[[int, Problem], Plan]) -> Plan:
     """Plans of all parts as one. It may break rules, if parts cannot keep them; Infeasible if one has no plan.
 
-    The first part decides what all have to share: dispatch, whether the backward is split, and activation checkpointing.
+    The first part decides what all share: dispatch, whether the backward is split, and activation checkpointing.
     """
     groups = _near_each_other(problem)
     plans: list[Plan] = []
