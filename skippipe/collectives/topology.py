@@ -21,7 +21,7 @@ PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded soone
 MOST_PIECES = 192
 FEW_PIECES = 24  # where many placements are compared
 RINGS_UP_TO = 16  # nodes of a stage: on more, a ring is too long to be the fastest
-RELAYED_UP_TO = 6_400  # nodes of a stage times nodes of the cluster: to choose among more ways takes too long
+RELAYED_UP_TO = 6_400  # nodes of a stage times nodes of the cluster: beyond, to choose among all ways takes minutes
 SHARES = 2**16  # what shares add up to in an estimate, about
 LEAST_SHARE = 0.02  # of the largest: a node with less is no root, and only sends
 PAIR = 1.3  # two nodes alone do not use all ways at once: by so much their rate is less
@@ -58,7 +58,7 @@ def exchange(
     by_bytes = -(-costs.gradient_bytes[stage] // PIECE_BYTES)
     pieces = min(most_pieces, max(by_bytes, min(2 * len(order), most_pieces // 2)))
     nodes = len(costs.flight_ns)
-    relays = relays if len(order) * nodes <= RELAYED_UP_TO else ()
+    forwarding = {*relays, *order} if len(order) * nodes <= RELAYED_UP_TO else ()
     piece_bytes = np.array(-(-costs.gradient_bytes[stage] // pieces), np.int64)
     upload, download = costs.upload_bytes_per_s, costs.download_bytes_per_s
     forwarded, late = free_links(nodes), free_links(nodes)
@@ -71,9 +71,9 @@ def exchange(
         *forwarded,
         *late,
     )
-    members, forwarding = np.array(order, np.int64), np.array(sorted({*relays, *order}), np.int64)
+    members = np.array(order, np.int64)
     roots, ways = np.empty(pieces, np.int64), np.empty((pieces, len(order)), np.int64)
-    divide_exchange(members, forwarding, all_done_ns, links, roots, ways)
+    divide_exchange(members, np.array(sorted(forwarding), np.int64), all_done_ns, links, roots, ways)
     for free, more in zip(free_ns, late, strict=True):
         free += more
     found = []
@@ -277,13 +277,14 @@ def estimate_exchange(
     idle: Ints,  # nodes that hold no stage, and forward nothing
     upload: Floats,  # [node], as is the next: infinite without a limit
     download: Floats,
-    sent_ns: Ints,  # out: [place, root]: transmission of a contribution; below 0: the root has no piece
+    sent_ns: Ints,  # out: [place, root]: transmission of a contribution; below 0: the root has none. [root, root]: in
+    # how many pieces
     back_ns: Ints,  # out: [root, place]: the same of a sum
     flown_ns: Ints,  # out: [from, to]
 ) -> None:
-    """About how long transfers of an exchange take: every node is the root of one piece, and all ways to it are one
-    link. Between regions the schedule of `exchange` takes mostly within a third of it; where links are of very unequal
-    rates it can be several times off."""
+    """About how long transfers of an exchange take: every node is the root of one share of the gradient, and all ways
+    to it are one link. The schedule of `exchange` takes mostly within a tenth of it between regions; where links are of
+    very unequal rates it can be several times off."""
     size = len(members)
     rate = np.empty((size, size), np.float64)
     roots = np.empty(size, np.float64)

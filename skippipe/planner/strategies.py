@@ -231,16 +231,12 @@ def _begins_in_parts(problem: Problem, request: PlanRequest) -> bool:
 
 def _in_parts(problem: Problem, request: PlanRequest) -> Plan | None:
     """A plan for each part of the cluster, put together; None if parts do not keep the rules."""
-    parts, began = parts_of(problem), request.clock()
-    made = 0
+    began, each = request.clock(), PARTS_SHARE / parts_of(problem)
 
-    def plan_part(part: Problem) -> Plan:
-        nonlocal made
-        made += 1
-        request.progress("planning parts of the cluster", PARTS_SHARE * (made - 1) / parts, None)
-        budget_s = PARTS_SHARE * request.budget_s * made / parts - (request.clock() - began)
-        changes = PARTS_SHARE * request.changes / parts
-        return _best(part, PlanRequest(request.seed, max(0.0, budget_s), changes=changes, clock=request.clock))
+    def plan_part(number: int, part: Problem) -> Plan:
+        request.progress("planning parts of the cluster", each * number, None)
+        left_s = each * (number + 1) * request.budget_s - (request.clock() - began)
+        return _best(part, PlanRequest(request.seed, max(0.0, left_s), changes=each * request.changes))
 
     with suppress(Infeasible):
         plan = planned_in_parts(problem, plan_part)

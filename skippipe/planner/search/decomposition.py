@@ -17,17 +17,19 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, averagings
 
 PART = 20  # nodes of a part, about
+FEWEST_PARTS = 3  # two do no better than the whole
 
 
 def parts_of(problem: Problem) -> int:
     """How many parts the cluster makes; 1: it is planned as a whole."""
-    return min(round(len(problem.cluster) / PART), problem.workload.microbatches // problem.lane_unit)
+    parts = min(round(len(problem.cluster) / PART), problem.workload.microbatches // problem.lane_unit)
+    return parts if parts >= FEWEST_PARTS else 1
 
 
-def planned_in_parts(problem: Problem, plan_part: Callable[[Problem], Plan]) -> Plan:
+def planned_in_parts(problem: Problem, plan_part: Callable[[int, Problem], Plan]) -> Plan:
     """Plans of all parts as one. It may break rules, if parts cannot keep them; Infeasible if one has no plan.
 
-    The first part decides what all have to share: dispatch, whether the backward is split, and activation checkpointing.
+    The first part decides what all share: dispatch, whether the backward is split, and activation checkpointing.
     """
     groups = _near_each_other(problem)
     plans: list[Plan] = []
@@ -42,7 +44,7 @@ def planned_in_parts(problem: Problem, plan_part: Callable[[Problem], Plan]) -> 
         )
         if plans:
             part = _following(part, plans[0])
-        plans.append(plan_part(part))
+        plans.append(plan_part(len(plans), part))
     return _joined(problem, groups, plans)
 
 
@@ -88,9 +90,7 @@ def _following(part: Problem, first: Plan) -> Problem:
         workload=replace(part.workload, activation_checkpointing=recomputes),
         dispatch=first.dispatch,
         split_backward=first.split_backward,
-        decision_variables=replace(
-            part.decision_variables, dispatch=False, split_backward=False, checkpointing=False
-        ),
+        decision_variables=replace(part.decision_variables, dispatch=False, split_backward=False, checkpointing=False),
     )
 
 

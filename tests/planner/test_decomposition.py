@@ -1,0 +1,53 @@
+"""Large clusters in parts."""
+
+from __future__ import annotations
+
+import math
+
+from skippipe.plan import Plan
+from skippipe.planner.problem import Problem
+from skippipe.planner.search.decomposition import parts_of, planned_in_parts
+from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.presets import preset
+from skippipe.validate import validate
+from skippipe.workload import MODELS, Workload
+
+
+def problem_of(cluster: str, microbatches: int) -> Problem:
+    return Problem(preset(cluster), Workload(MODELS["llama-500m"], microbatches=microbatches, max_slots=3), 4, 3)
+
+
+def test_plans_of_parts_make_one_that_keeps_every_rule() -> None:
+    problem = problem_of("regions:61", 60)
+    parts: list[tuple[Problem, Plan]] = []
+
+    def plan_part(number: int, part: Problem) -> Plan:
+        assert number == len(parts)
+        plan = make_plan(part, Strategy.BEST, PlanRequest(budget_s=math.inf, changes=1))
+        parts.append((part, plan))
+        return plan
+
+    plan = planned_in_parts(problem, plan_part)
+    assert len(parts) == parts_of(problem) == 3
+    assert sorted(len(part.cluster) for part, _ in parts) == [20, 20, 21]
+    names = [node.name for part, _ in parts for node in part.cluster.nodes]
+    assert sorted(names) == sorted(node.name for node in problem.cluster.nodes)
+    assert sum(each.microbatches for _, each in parts) == plan.microbatches == 60
+    assert validate(plan) == []
+    assert len({(each.dispatch, each.split_backward) for _, each in parts}) == 1
+    where = {node.name: node.location for node in problem.cluster.nodes}
+    apart = [len({where[node.name] for node in part.cluster.nodes}) for part, _ in parts]
+    assert max(apart) < len(set(where.values())), "parts are of nodes near each other"
+
+
+def test_few_nodes_are_planned_as_a_whole() -> None:
+    assert parts_of(problem_of("regions:42", 60)) == 1
+    assert parts_of(problem_of("regions:61", 6)) == 1
+
+
+def test_a_search_that_begins_in_parts_keeps_the_rules_and_can_be_repeated() -> None:
+    problem = problem_of("regions:61", 60)
+    request = PlanRequest(budget_s=math.inf, changes=20_000)
+    plan = make_plan(problem, Strategy.BEST, request)
+    assert validate(plan) == []
+    assert plan == make_plan(problem, Strategy.BEST, request), "the same seed and changes, the same plan"
