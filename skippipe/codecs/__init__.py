@@ -11,7 +11,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 from skippipe.codecs.bf16 import Bf16
+from skippipe.codecs.fp8 import Fp8, Fp8E5m2
 from skippipe.codecs.fp32 import Fp32
+from skippipe.codecs.int2 import Int2
+from skippipe.codecs.int4 import Int4, Int4Stochastic
 from skippipe.codecs.int8 import Int8
 from skippipe.codecs.interface import Buffer, Codec, EncodedTensor
 
@@ -20,7 +23,18 @@ if TYPE_CHECKING:
 
     CodecId = str
 
-__all__ = ["CODECS", "Buffer", "Codec", "CodecId", "EncodedTensor", "decode", "encode", "smaller_than", "smallest"]
+__all__ = [
+    "CODECS",
+    "Buffer",
+    "Codec",
+    "CodecId",
+    "EncodedTensor",
+    "decode",
+    "encode",
+    "gradient_codec",
+    "smaller_than",
+    "smallest",
+]
 
 CODECS: dict[str, Codec] = {
     codec.id: codec
@@ -28,6 +42,11 @@ CODECS: dict[str, Codec] = {
         Fp32(),
         Bf16(),
         Int8(),
+        Fp8(),
+        Fp8E5m2(),
+        Int4(),
+        Int4Stochastic(),
+        Int2(),
     )
 }
 
@@ -64,14 +83,20 @@ def decode(
     return flat.to(dtype or torch.float32).reshape(encoded.shape)
 
 
+def gradient_codec(codec: str) -> str:
+    """The codec of the gradients that go back over hops whose activations have this one."""
+    return CODECS[codec].gradients or codec
+
+
 def smallest(ids: Iterable[str]) -> str:
     """The codec with the fewest bytes; the first of several."""
     return min(ids, key=_size)
 
 
 def smaller_than(codec: str) -> str | None:
-    """The largest codec that makes fewer bytes than this one."""
-    return max((other for other in CODECS if _size(other) < _size(codec)), key=_size, default=None)
+    """Of the codecs for hops, the largest that makes clearly fewer bytes than this one: three quarters at most."""
+    fewer = [other for other, each in CODECS.items() if each.for_hops and 4 * _size(other) <= 3 * _size(codec)]
+    return max(fewer, key=_size, default=None)
 
 
 def _size(codec: str) -> int:

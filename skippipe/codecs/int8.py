@@ -7,16 +7,14 @@ infinity in it gets the scale NaN and comes back as NaN throughout, so that a si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from skippipe.codecs.interface import Codec
+from skippipe.codecs.interface import SMALLEST_SCALE, Codec, in_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 128  # values that share one scale
-SMALLEST_SCALE = 2.0**-126  # below it fp32 runs out of digits; such a block is sent as zeros
 
 
 class Int8(Codec):
@@ -34,13 +32,11 @@ class Int8(Codec):
         values = flat.numel()
         raw = torch.empty(self.expected_bytes(values), dtype=torch.uint8, device=flat.device)
         scales = []
-        for start, block in _in_blocks(flat.to(torch.float32)):
+        for start, block in in_blocks(flat.to(torch.float32), BLOCK):
             scale = block.abs().amax(dim=1, keepdim=True) / 127
-            sound = scale.isfinite()
-            scale = scale.where(sound, torch.nan).where(~(scale < SMALLEST_SCALE), 0.0)
+            scale = scale.where(scale.isfinite(), torch.nan).where(~(scale < SMALLEST_SCALE), 0.0)
             rounded = (block * (1 / scale).where(scale > 0, 0.0)).round_()
-            if not sound.all():
-                rounded.nan_to_num_(0, 0, 0)  # what a NaN would become as int8 is up to the processor
+            rounded.nan_to_num_(0, 0, 0)  # what a NaN would become as int8 is up to the processor
             raw[start : start + block.numel()].view(torch.int8).copy_(rounded.view(-1))
             scales.append(scale.view(-1))
         raw[values:].copy_(torch.cat(scales).view(torch.uint8))
@@ -51,13 +47,6 @@ class Int8(Codec):
 
         flat = raw[:values].view(torch.int8).to(torch.float32)
         scales = raw[values:].clone().view(torch.float32)  # a clone, because the values may end on any byte
-        for start, block in _in_blocks(flat):
+        for start, block in in_blocks(flat, BLOCK):
             block.mul_(scales[start // BLOCK :][: len(block)].unsqueeze(1))
         return flat
-
-
-def _in_blocks(flat: Tensor) -> Sequence[tuple[int, Tensor]]:
-    """Rows of whole blocks, then the short one: (position of the first value, a view of two dimensions)."""
-    whole = flat.numel() // BLOCK * BLOCK
-    parts = ((0, flat[:whole].view(-1, BLOCK)), (whole, flat[whole:].view(1, -1)))
-    return [(start, part) for start, part in parts if part.numel()]

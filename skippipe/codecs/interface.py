@@ -7,6 +7,7 @@ it must not import torch; `encode`, `decode` and `rounded` may.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 LOSSLESS = "lossless"
+SMALLEST_SCALE = 2.0**-126  # below it fp32 runs out of digits; values with such a scale are sent as zeros
 
 
 class Codec(ABC):
@@ -30,6 +32,11 @@ class Codec(ABC):
     error_feedback: ClassVar[bool]
     """Whether gradient averaging keeps what encoding took away from a gradient and adds it in the next iteration. This
     is the state of a codec: one fp32 value for each value of the gradient."""
+    for_hops: ClassVar[bool] = True
+    """Whether it is exact enough for activations, to which nothing gives back what encoding took away."""
+    gradients: ClassVar[str | None] = None
+    """The codec of the gradients that go back over hops whose activations have this one: as many bytes, but errors of
+    another kind. None: the same codec."""
     fixed_size: ClassVar[bool] = True
     """Whether the number of values alone gives the number of bytes. If not, `malformed` has to be overridden."""
 
@@ -89,6 +96,13 @@ class CastCodec(Codec):
         import torch
 
         return tensor.to(getattr(torch, self.torch_dtype))
+
+
+def in_blocks(flat: Tensor, size: int) -> Sequence[tuple[int, Tensor]]:
+    """Rows of whole blocks, then the short one: (position of the first value, a view of two dimensions)."""
+    whole = flat.numel() // size * size
+    parts = ((0, flat[:whole].view(-1, size)), (whole, flat[whole:].view(1, -1)))
+    return [(start, part) for start, part in parts if part.numel()]
 
 
 @dataclass(frozen=True, slots=True)

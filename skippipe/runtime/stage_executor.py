@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS, EncodedTensor, decode, encode
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode, gradient_codec
 from skippipe.collectives import MakeAverager
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Schedule
@@ -97,7 +97,7 @@ class StageExecutor:
         self._incoming_backup: tuple[int, Tensor] | None = None
         """The next backup, as far as it has come."""
         self._hop_values = workload.activation_bytes // 4
-        self._wire_dtype = workload.wire_dtype
+        self._wire_dtype, self._back_dtype = workload.wire_dtype, gradient_codec(workload.wire_dtype)
         self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
 
     def run(self, work: Op) -> Any:
@@ -155,7 +155,7 @@ class StageExecutor:
             return False
         if isinstance(header, GradientPiece):
             return self._averager.fits(body, expected, expected.transfers[header.transfer].piece)
-        return body.shape == self._shape and body.dtype == self._wire_dtype
+        return body.shape == self._shape and body.dtype in (self._wire_dtype, self._back_dtype)
 
     def _check_finite(self) -> bool:
         gradient = self.tasks.weights.gradient
@@ -281,9 +281,9 @@ class StageExecutor:
             assert self._sampler is not None
             early, share = self._recipe.early_exit, self._sampler.share(task.iteration, task.data)
             loss, gradient = self.tasks.head(key, given, labels, early=early, share=share, counts=task.counts)
-            return OpResult(self._encode_hop(gradient), loss)
+            return OpResult(self._encode_hop_back(gradient), loss)
         back = self.tasks.backward(key, given, counts=task.counts)
-        return NO_RESULT if back is None else OpResult(self._encode_hop(back))
+        return NO_RESULT if back is None else OpResult(self._encode_hop_back(back))
 
     def _evaluate(self, task: EvaluateSamples) -> OpResult:
         if 0 < task.step < task.length:
@@ -307,10 +307,15 @@ class StageExecutor:
 
     def _encode_hop(self, tensor: Tensor, starts: Starts | None = None) -> Any:
         """What goes to the next node; with conversations, activations say where they begin."""
-        dtype = self._wire_dtype
         if starts is not None:
-            return replace(encode(tensor, dtype, share=True), starts=np.packbits(starts).tobytes())
-        return encode(tensor, dtype, share=True) if self._packing else CODECS[dtype].rounded(tensor)
+            return replace(encode(tensor, self._wire_dtype, share=True), starts=np.packbits(starts).tobytes())
+        return self._encoded(tensor, self._wire_dtype)
+
+    def _encode_hop_back(self, gradient: Tensor) -> Any:
+        return self._encoded(gradient, self._back_dtype)
+
+    def _encoded(self, tensor: Tensor, codec: str) -> Any:
+        return encode(tensor, codec, share=True) if self._packing else CODECS[codec].rounded(tensor)
 
     def _starts(self, given: Any) -> Starts | None:
         """Where conversations begin in activations that came."""
@@ -326,7 +331,7 @@ class StageExecutor:
     def _decode_hop(self, given: Any) -> Tensor:
         if isinstance(given, EncodedTensor):
             wire = self._wire_dtype
-            if given.shape != self._shape or given.dtype != wire:
+            if given.shape != self._shape or given.dtype not in (wire, self._back_dtype):
                 raise ValueError(
                     f"a {given.dtype} tensor of shape {list(given.shape)} came instead of {wire} {list(self._shape)}"
                 )

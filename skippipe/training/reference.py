@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, gradient_codec
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
@@ -112,12 +112,15 @@ class ReferenceTrainer:
         targets = torch.from_numpy(labels).to(self.device)
         loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)
         for stage in reversed(path):
-            back = self.stages[stage].backward(key, self._hop(gradient))
+            back = self.stages[stage].backward(key, self._hop_back(gradient))
             gradient = gradient if back is None else back
         return loss
 
     def _hop(self, tensor: Tensor) -> Tensor:
         return CODECS[self.plan.workload.wire_dtype].rounded(tensor).float()
+
+    def _hop_back(self, gradient: Tensor) -> Tensor:
+        return CODECS[gradient_codec(self.plan.workload.wire_dtype)].rounded(gradient).float()
 
     def weights(self) -> dict[str, Tensor]:
         """All that are trained."""

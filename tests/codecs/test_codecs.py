@@ -66,10 +66,12 @@ def message(body: EncodedTensor) -> Message:
 
 
 def test_numbers_and_ids_are_those_of_messages_and_files_from_before() -> None:
-    assert {codec.number: name for name, codec in CODECS.items()} == {2: "fp32", 3: "bf16", 4: "int8"}
+    names = ("fp32", "bf16", "int8", "fp8", "fp8-e5m2", "int4", "int4-stochastic", "int2")
+    assert {codec.number: name for name, codec in CODECS.items()} == dict(enumerate(names, 2))
     assert get_args(CodecId) == tuple(CODECS)
     assert [name for name, codec in CODECS.items() if codec.lossless] == ["fp32"]
-    assert smaller_than("fp32") == "bf16" and smaller_than("bf16") == "int8" and smaller_than("int8") is None
+    assert smaller_than("fp32") == "bf16" and smaller_than("bf16") == "int8"
+    assert smaller_than("int8") == "int4" and smaller_than("int4") is None
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))

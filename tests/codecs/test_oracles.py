@@ -1,0 +1,261 @@
+"""Codecs of few bits beside others that are written from docs/formats.md in plain numpy; and what the page promises."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode, gradient_codec
+from skippipe.codecs.hadamard import HadamardCodec, _butterflies, _matrix, _signs
+from skippipe.codecs.int4 import Int4Stochastic
+from tests.helpers.executors import noise
+
+torch.set_num_threads(1)
+TILE = 128
+F32 = np.float32
+Floats = npt.NDArray[np.float32]
+FEW_BITS = ["fp8", "fp8-e5m2", "int4", "int4-stochastic", "int2"]
+ROTATED = ["int4", "int4-stochastic", "int2"]
+
+
+# As the page says
+
+
+def rotation() -> npt.NDArray[np.int64]:
+    """HD."""
+    span = range(TILE)
+    return np.array([[(-1) ** ((k & i).bit_count() + (i & i >> 1).bit_count()) for i in span] for k in span])
+
+
+HD = rotation()
+
+
+def bf16(value: F32) -> F32:
+    """The nearest one, ties to even."""
+    bits = int(F32(value).view(np.uint32))
+    return np.uint32((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).view(F32)
+
+
+def fp8_values(mantissa_bits: int, bias: int) -> list[float]:
+    """By byte, of those from 0 on that are numbers."""
+    exponents = 2 ** (7 - mantissa_bits)
+    found = [
+        (e > 0) * 2.0 ** (e - bias) + m / 2**mantissa_bits * 2.0 ** (max(e, 1) - bias)
+        for e in range(exponents)
+        for m in range(2**mantissa_bits)
+    ]
+    return found[:-1] if mantissa_bits == 3 else found[:-4]  # the last one is NaN; infinity and three NaN
+
+
+def fp8_oracle(tensor: Floats, mantissa_bits: int, bias: int) -> bytes:
+    grid = fp8_values(mantissa_bits, bias)
+    values, scales = [], []
+    for start in range(0, len(tensor), TILE):
+        block = tensor[start : start + TILE].astype(np.float64)
+        b = 1
+        while np.abs(block).max() / 2.0 ** (b - 127) > grid[-1]:
+            b += 1
+        scales.append(b)
+        for value in block / 2.0 ** (b - 127):
+            distance = [abs(abs(value) - each) for each in grid]
+            nearest = [byte for byte, each in enumerate(distance) if each == min(distance)]
+            even = [byte for byte in nearest if byte % 2 == 0] if len(nearest) > 1 else nearest
+            values.append(even[0] + 128 * bool(np.signbit(value)))
+    return bytes(values + scales)
+
+
+def mixed(number: int) -> int:
+    number = (number ^ number >> 16) * 0x21F0AAAD % 2**32
+    number = (number ^ number >> 15) * 0x735A2D97 % 2**32
+    return number ^ number >> 15
+
+
+def rotated_oracle(tensor: Floats, codec: str) -> bytes:
+    """Of values whose sums over a tile are exact in fp32."""
+    tiles = np.pad(tensor, (0, -len(tensor) % TILE)).reshape(-1, TILE)
+    packed, scales = [], []
+    for number, tile in enumerate(tiles):
+        y = (HD @ tile.astype(np.float64)).astype(F32)
+        largest = np.abs(y).max()
+        if codec == "int2":
+            squares = ((y * (F32(1) / largest)) if largest else y) ** 2
+            while len(squares) > 1:
+                squares = squares[: len(squares) // 2] + squares[len(squares) // 2 :]
+            scale = bf16(largest * np.sqrt(squares[0]) * F32(0.151 / TILE**1.5))
+            inverse = F32(1) / (scale * F32(TILE * 6.5)) if scale else F32(0)
+            codes = np.clip(np.floor(y * inverse + F32(2)), 0, 3)
+            levels = 4
+        else:
+            scale = bf16(largest * F32((1 + 2**-8) / (15 * TILE)))
+            inverse = F32(1) / (scale * F32(2 * TILE)) if scale else F32(0)
+            steps = y * inverse + F32(8)
+            if codec == "int4-stochastic":
+                key = mixed(int(largest.view(np.uint32)) ^ mixed(number + TILE))
+                high = [(z + 2 * z * z) % 2**32 >> 16 for z in (mixed(i) ^ key for i in range(TILE))]
+                steps += np.array([h - 2**16 * (h >= 2**15) for h in high], F32) * F32(2**-16)
+            codes = np.floor(steps)
+            levels = 16
+        bits = levels.bit_length() - 1
+        row = TILE * bits // 8
+        packed += [sum(int(codes[at + row * n]) << n * bits for n in range(8 // bits)) for at in range(row)]
+        scales.append(scale)
+    return bytes(packed) + (np.array(scales, F32).view(np.uint32) >> 16).astype("<u2").tobytes()
+
+
+def rotated_back(data: bytes, values: int, codec: str) -> Floats:
+    levels = [-10, -3, 3, 10] if codec == "int2" else list(range(-15, 16, 2))
+    bits = len(levels).bit_length() - 1
+    tiles, row = -(-values // TILE), TILE * bits // 8
+    found = []
+    for number in range(tiles):
+        part = data[number * row : (number + 1) * row]
+        codes = [byte >> n * bits & len(levels) - 1 for n in range(8 // bits) for byte in part]
+        at = tiles * row + 2 * number
+        scale = np.uint32(int.from_bytes(data[at : at + 2], "little") << 16).view(F32)
+        found.append((HD.T @ np.array([levels[code] for code in codes])).astype(F32) * scale)
+    return np.concatenate(found)[:values]
+
+
+def oracle(tensor: Floats, codec: str) -> bytes:
+    if codec.startswith("fp8"):
+        return fp8_oracle(tensor, *((3, 7) if codec == "fp8" else (2, 15)))
+    return rotated_oracle(tensor, codec)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Whole numbers times a power of two, so that sums are exact: many, few or none of them zero."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    size = draw(st.integers(1, 300))
+    whole = torch.randint(-4000, 4001, (size,), generator=generator)
+    kept = torch.rand(size, generator=generator) < draw(st.sampled_from([0.0, 0.05, 1.0]))
+    return (whole * kept).float() * 2.0 ** draw(st.integers(-100, 90))
+
+
+@pytest.mark.parametrize("codec", FEW_BITS)
+@given(tensors())
+@example(torch.ones(130))
+@example(torch.tensor([-1.75, 1.8, 1.5]))
+def test_bytes_and_values_are_those_of_the_page(codec: str, tensor: torch.Tensor) -> None:
+    sent = encode(tensor, codec)
+    assert bytes(sent.data) == oracle(tensor.numpy(), codec)
+    if codec in ROTATED:
+        np.testing.assert_array_equal(decode(sent).numpy(), rotated_back(bytes(sent.data), len(tensor), codec))
+
+
+@pytest.mark.parametrize(("codec", "mantissa_bits", "bias"), [("fp8", 3, 7), ("fp8-e5m2", 2, 15)])
+def test_every_byte_of_fp8_comes_back_as_its_value(codec: str, mantissa_bits: int, bias: int) -> None:
+    grid = fp8_values(mantissa_bits, bias)
+    found = decode(EncodedTensor(codec, (len(grid),), bytes([*range(len(grid)), 124]))).tolist()
+    assert found == [value / 8 for value in grid]
+
+
+# What the page promises
+
+
+def ordinary(seed: int, *shape: int) -> torch.Tensor:
+    """Of a few magnitudes, with outliers."""
+    values = noise(seed, *shape) * torch.logspace(-2, 2, shape[-1])
+    values[..., ::37] *= 30
+    return values
+
+
+def in_tiles(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.reshape(-1).double()
+    return torch.nn.functional.pad(flat, (0, -len(flat) % TILE)).view(-1, TILE)
+
+
+@pytest.mark.parametrize("shape", [(1,), (127,), (128,), (2, 3, 129), (40, 1000)])
+@pytest.mark.parametrize("codec", FEW_BITS)
+def test_errors_stay_within_their_bound(codec: str, shape: tuple[int, ...]) -> None:
+    tensor = ordinary(len(shape), *shape)
+    tiles, back = in_tiles(tensor), in_tiles(decode(encode(tensor, codec)))
+    if codec.startswith("fp8"):
+        relative, least = (1 / 16, 2**-17) if codec == "fp8" else (1 / 8, 2**-31)
+        bound = (relative * tiles.abs()).maximum(least * tiles.abs().amax(1, keepdim=True))
+        assert bool(((back - tiles).abs() <= bound).all())
+        return
+    short = torch.arange(tiles.numel()).view(-1, TILE) >= tensor.numel()  # what comes back there is not looked at
+    error = (back - tiles).masked_fill_(short, 0).square().mean(1).sqrt()
+    largest = (tiles @ torch.from_numpy(HD.T).double()).abs().amax(1) / math.sqrt(TILE)
+    bound = 0.98 * tiles.square().mean(1).sqrt() if codec == "int2" else largest / (14 if codec == "int4" else 7)
+    assert bool((error <= bound).all())
+    if shape[-1] == 1000:
+        assert error.square().sum() / tiles.square().mean(1).sum() < {"int2": 0.13, "int4": 0.014}.get(codec, 0.03)
+
+
+def test_int2_takes_away_less_than_all_of_any_tile() -> None:
+    """The worst is one large coefficient among nothing; without this, error feedback would not end."""
+    worst = torch.from_numpy(HD[5]).float().unsqueeze(0) + 1e-3 * noise(1, 1, TILE)
+    left = (decode(encode(worst, "int2")) - worst).norm() / worst.norm()
+    assert 0.9 < left < 0.98
+
+
+def test_stochastic_rounding_is_right_in_the_mean() -> None:
+    """Of one tile at many places of a tensor; and the noise of two places is not the same."""
+    tile, count = ordinary(3, TILE), 20_000
+    back = decode(encode(tile.repeat(count, 1), "int4-stochastic")).double()
+    step = 2 * float((torch.from_numpy(HD).double() @ tile.double()).abs().max()) / 15 / math.sqrt(TILE)
+    assert (back.mean(0) - tile).abs().max() < 5 * step / 2 / math.sqrt(count)
+    nearest = decode(encode(tile, "int4")).double()
+    assert (nearest - tile).abs().max() > 10 * (back.mean(0) - tile).abs().max()
+    noise = Int4Stochastic().rounding(torch.zeros(TILE, count), torch.full((count,), 3.25), 0)
+    assert -0.5 <= noise.min() < -0.499 and 0.499 < noise.max() < 0.5
+    assert torch.corrcoef(noise).fill_diagonal_(0).abs().max() < 6 / math.sqrt(count)
+    beside = torch.corrcoef(torch.stack([noise[:, 1:], noise[:, :-1]]).view(2, -1))[0, 1]
+    assert beside.abs() < 6 / math.sqrt(noise.numel())
+
+
+def test_stochastic_rounding_depends_on_content_alone() -> None:
+    tensor = ordinary(4, 2, 500)
+    first = bytes(encode(tensor, "int4-stochastic").data)
+    torch.manual_seed(1)
+    assert bytes(encode(tensor.clone().view(1000), "int4-stochastic").data) == first
+    moved = decode(encode(tensor * (1 + 1e-6), "int4-stochastic"))
+    assert (moved - decode(encode(tensor, "int4-stochastic"))).abs().max() > 1e-3, "noise did not change with content"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("codec", FEW_BITS)
+def test_a_block_that_is_not_finite_comes_back_as_nan(codec: str, bad: float) -> None:
+    tensor = ordinary(5, 4 * TILE + 3)
+    tensor[TILE + 9], tensor[-1] = bad, bad
+    back = decode(encode(tensor, codec))
+    hurt = torch.zeros(len(tensor), dtype=torch.bool)
+    hurt[TILE : 2 * TILE], hurt[4 * TILE :] = True, True
+    assert torch.equal(back.isnan(), hurt) and bool(back[~hurt].isfinite().all())
+
+
+@pytest.mark.parametrize("codec", ROTATED)
+def test_both_ways_to_rotate_are_one(codec: str) -> None:
+    """Butterflies on a CPU, a matrix elsewhere: whole numbers come out alike, so bytes mean the same everywhere."""
+    coder = CODECS[codec]
+    assert isinstance(coder, HadamardCodec)
+    codes = torch.randint(0, 2**coder.bits, (TILE, 50), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    levels = coder.levels(codes)
+    matrix = _matrix(levels)
+    assert np.array_equal(matrix.numpy(), HD)
+    by_butterflies = _butterflies(levels.to(torch.int16)).t() * _signs(levels)
+    assert torch.equal(by_butterflies.float(), torch.mm(levels.float().t(), matrix))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_rounding_can_be_traced_whole(codec: str) -> None:
+    """No branch on what is in the tensor, so that it can be compiled, and captured in a CUDA graph."""
+    tensor = noise(2, 3, 150)
+    traced = torch.compile(CODECS[codec].rounded, backend="eager", fullgraph=True)
+    assert torch.equal(traced(tensor), CODECS[codec].rounded(tensor))
+
+
+def test_gradients_of_a_hop_have_the_size_of_its_activations() -> None:
+    for codec in CODECS:
+        back = gradient_codec(codec)
+        assert CODECS[back].expected_bytes(1000) == CODECS[codec].expected_bytes(1000)
+        assert gradient_codec(back) == back
+    assert gradient_codec("int4") == "int4-stochastic"
