@@ -62,11 +62,11 @@ def fp8_oracle(tensor: Floats, mantissa_bits: int, bias: int) -> bytes:
         while np.abs(block).max() / 2.0 ** (b - 127) > grid[-1]:
             b += 1
         scales.append(b)
-        for value in block / 2.0 ** (b - 127):
-            distance = [abs(abs(value) - each) for each in grid]
-            nearest = [byte for byte, each in enumerate(distance) if each == min(distance)]
-            even = [byte for byte in nearest if byte % 2 == 0] if len(nearest) > 1 else nearest
-            values.append(even[0] + 128 * bool(np.signbit(value)))
+        scaled = block / 2.0 ** (b - 127)
+        distance = np.abs(np.abs(scaled)[:, None] - grid)
+        nearest = distance == distance.min(1, keepdims=True)
+        even = nearest & (nearest.sum(1, keepdims=True) == 1) | nearest & (np.arange(len(grid)) % 2 == 0)
+        values += (even.argmax(1) + 128 * np.signbit(scaled)).tolist()
     return bytes(values + scales)
 
 
