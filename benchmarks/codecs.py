@@ -60,7 +60,9 @@ def main() -> None:
     device = options.device
     flat = torch.randn(options.mib * 2**19, device=device).bfloat16()
     size = 2 * flat.numel() / 1e9
-    print(f"{'GB/s of bf16':18}{'bits a value':>14}{'error':>9}{'encode':>9}{'decode':>9}{'round trip':>12}{'rounded':>9}")
+    print(
+        f"{'GB/s of bf16':18}{'bits a value':>14}{'error':>9}{'encode':>9}{'decode':>9}{'round trip':>12}{'rounded':>9}"
+    )
     for name in options.codecs:
         codec = CODECS[name]
         raw = codec.encode(flat)

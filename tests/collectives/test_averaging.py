@@ -24,7 +24,7 @@ from tests.helpers.plans import AVERAGING_KINDS, drawn_averaging, relayed
 
 torch.set_num_threads(1)
 VALUES = 301
-CODECS = ["fp32", "bf16", "int8", "int4", "int2"]
+CODECS = ["fp32", "bf16", "int8", "int2"]
 TREES = Averaging((0, 1, 2), (Piece(0, 5, ((1, 2),)), Piece(2, 3, ((0, 1),)), Piece(1, 1)))
 
 
@@ -96,7 +96,7 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
     gradients = [noise(seed, VALUES) for seed in range(size)]
     found = summed(averagers_of(gradients, codec), averaging)
     expected = torch.stack(gradients).double().sum(0)
-    assert float((found - expected).abs().max()) < {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25, "int4": 3, "int2": 10}[codec]
+    assert float((found - expected).abs().max()) < {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25, "int2": 10}[codec]
     for seed in range(1, 4):
         assert torch.equal(found, summed(averagers_of(gradients, codec), averaging, seed))
     assert all(torch.equal(each, noise(seed, VALUES)) for seed, each in enumerate(gradients)), (
@@ -105,7 +105,7 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "codec"), [(4, "fp32"), (3, "bf16"), (3, "int8"), (3, "int2")])
+@pytest.mark.parametrize(("size", "codec"), [(4, "fp32"), (3, "bf16"), (3, "int8")])
 def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, size: int, codec: str) -> None:
     """At every moment at which a node may be lost, with any of the others left."""
     averaging = averaging_of(3, kind, size)
@@ -125,7 +125,7 @@ def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, siz
     assert all(torch.equal(each, noise(seed, VALUES)) for seed, each in enumerate(gradients))
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "fp8", "int4", "int2"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int2"])
 def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
     """With the same gradient in every iteration, the mean of what is applied tends to the true one, also if the
     gradient is cut in another way each time; the error of a single iteration stays what it was."""
