@@ -11,7 +11,7 @@ encoded, and one whose last digits differ, as sums in another order do, mostly g
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from skippipe.codecs.hadamard import TILE, HadamardCodec, inverse, sound_scales
 
@@ -28,7 +28,7 @@ class Int4(HadamardCodec):
     error_bound = f"in the root mean square over a tile of {TILE}, 1/14 of the largest magnitude in the rotated tile"
     error_feedback = True
     bits = 4
-    gradients = "int4-stochastic"
+    gradients: ClassVar[str | None] = "int4-stochastic"
 
     def quantized(self, rotated: Tensor, first: int) -> tuple[Tensor, Tensor]:
         import torch
