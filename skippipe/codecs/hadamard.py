@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TILE = 128  # values that are rotated together and share one scale
 SCALE_BYTES = 2
-CHUNK_TILES = 2**10  # that a CPU works on at a time, to stay in its cache
+CHUNK_TILES = 2**12  # that a CPU works on at a time, to stay in its cache
 
 
 class HadamardCodec(Codec):
@@ -106,7 +106,7 @@ def _rotated(tiles: Tensor) -> Tensor:
     import torch
 
     if tiles.device.type == "cpu":
-        return _butterflies((tiles * _signs(tiles)).float().t().contiguous())
+        return _butterflies((tiles * _signs(tiles).float()).t().contiguous())
     with torch.autocast(tiles.device.type, enabled=False):
         return torch.mm(_matrix(tiles), tiles.float().t())
 
@@ -116,21 +116,21 @@ def _rotated_back(levels: Tensor) -> Tensor:
     import torch
 
     if levels.device.type == "cpu":
-        rows = _butterflies(levels.to(torch.int16)).t()
-        return rows * _signs(rows)
+        return (_butterflies(levels.to(torch.int16)) * _signs(levels).to(torch.int16).unsqueeze(1)).t().contiguous()
     with torch.autocast(levels.device.type, enabled=False):
         return torch.mm(levels.float().t(), _matrix(levels))
 
 
 def _butterflies(columns: Tensor) -> Tensor:
-    """H of each column; which sums are taken first is fixed, so all CPUs have the same bits."""
+    """H of each column, which may be overwritten; which sums are taken first is fixed, so all CPUs have the same
+    bits."""
     import torch
 
+    result = torch.empty_like(columns)
     for _ in range(7):  # sums and differences of neighbours go to the two halves, so places are in order in the end
-        result = torch.empty_like(columns)
         torch.add(columns[0::2], columns[1::2], out=result[: TILE // 2])
         torch.sub(columns[0::2], columns[1::2], out=result[TILE // 2 :])
-        columns = result
+        columns, result = result, columns
     return columns
 
 
@@ -139,7 +139,7 @@ def _signs(like: Tensor) -> Tensor:
     import torch
 
     index = torch.arange(TILE, dtype=torch.int32, device=like.device)
-    return _sign_of_parity(index & (index >> 1)).to(like.dtype)
+    return _sign_of_parity(index & (index >> 1))
 
 
 def _matrix(like: Tensor) -> Tensor:

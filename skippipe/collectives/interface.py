@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 class Averager(Protocol):
-    """The gradient of one node on its way through a schedule. A node's own gradient should stay as it is until the
-    step, so that averaging that failed can begin again with other nodes."""
+    """The gradient of one node on its way through a schedule. What other nodes contribute should not be written to a
+    node's own gradient before the step, so that averaging that failed can begin again with other nodes."""
 
     def begin(self, schedule: Schedule) -> None:
         """Begin an attempt, whatever was before. A library that sums gradients by itself does it here; there are no
@@ -42,7 +42,8 @@ class Averager(Protocol):
         """The sum over the stage when all pieces are there; None: the node's own gradient was summed in place."""
 
     def close(self, *, followed: bool) -> None:
-        """The iteration is over: the optimizer followed the sum, or the gradient was dropped."""
+        """The iteration is over: the optimizer followed the sum; or it did not, because the node was alone in the end,
+        or the gradient was dropped."""
 
 
 MakeAverager: TypeAlias = "Callable[[Tensor, str, bool], Averager]"

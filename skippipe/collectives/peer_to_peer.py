@@ -36,9 +36,11 @@ class GradientAverager:
     can begin again, with other nodes. Every piece of the sum is written on the way, so nothing is copied at the start
     or zeroed at the end.
 
-    If the codec asks for error feedback, what encoding took away from a value is kept and added to it in the next
-    iteration. A node encodes each piece exactly once in an attempt, however the gradient is cut, so one remainder of
-    the gradient's size is enough.
+    If the codec asks for error feedback, what encoding took away from a value is kept and added to the node's gradient
+    when the first attempt of the next iteration begins. From then on it is part of the gradient: an attempt that is
+    given up loses nothing of it, and a node that is left alone steps along it. A node encodes each piece exactly once
+    in an attempt, however the gradient is cut, so one remainder of the gradient's size is enough; what an attempt that
+    was given up has left in it is overwritten by the next, or dropped.
     """
 
     def __init__(self, gradient: Tensor, codec: str, offload: bool = False) -> None:
@@ -47,19 +49,20 @@ class GradientAverager:
         self._offload = offload and gradient.is_cuda
         self._codec = codec
         self._sum: Tensor | None = None
-        self._remainder = self._empty().zero_() if CODECS[codec].error_feedback else None
+        self.remainder = self._empty(len(gradient) if CODECS[codec].error_feedback else 0).zero_()
+        """What encoding took away in the iteration before; without error feedback, no values."""
         self._bounds: list[int] | None = None
         """Where the pieces of the attempt begin and end; None: no attempt was made in this iteration."""
         self._encoded: set[int] = set()
         self._adopted: set[int] = set()
 
     def begin(self, schedule: Schedule) -> None:
-        if self._bounds is not None:
-            self._drop_remainder()  # it has gone into sums that were given up; what it was before is not known
+        if self._bounds is None and len(self.remainder):
+            self._gradient.add_(self.remainder.to(self._gradient.device))
         self._bounds = schedule.bounds(self._gradient.numel())
         self._encoded, self._adopted = set(), set()
         if self._sum is None:
-            self._sum = self._empty()
+            self._sum = self._empty(len(self._gradient))
 
     def contribute(self, piece: int, given: Sequence[EncodedTensor], *, total: bool) -> EncodedTensor:
         import torch
@@ -71,13 +74,10 @@ class GradientAverager:
         so_far = own
         for each in given:
             so_far = torch.add(so_far, self._decoded(each, own), out=summed)
-        remainder = None if self._remainder is None else self._piece(self._remainder, piece)
-        if remainder is not None:
-            so_far = torch.add(so_far, remainder, out=summed)
         encoded = encode(so_far, self._codec)
         kept = so_far if CODECS[self._codec].lossless else decode(encoded, own.device)
-        if remainder is not None:
-            torch.sub(so_far, kept, out=remainder)
+        if len(self.remainder):
+            torch.sub(so_far, kept, out=self._piece(self.remainder, piece))
         if total:
             if kept is not summed:
                 summed.copy_(kept)
@@ -101,18 +101,13 @@ class GradientAverager:
 
     def close(self, *, followed: bool) -> None:
         if not followed and self._bounds is not None:
-            self._drop_remainder()  # of sums that the optimizer did not follow, perhaps for not being finite
+            self.remainder.zero_()  # it is of sums that the optimizer did not follow, perhaps for not being finite
         self._bounds = None
 
-    def _empty(self) -> Tensor:
-        """Room for a number for each of the gradient's."""
+    def _empty(self, values: int) -> Tensor:
         if not self._offload:
-            return self._gradient.new_empty(self._gradient.shape)
-        return self._gradient.new_empty(self._gradient.shape, device="cpu", pin_memory=True)
-
-    def _drop_remainder(self) -> None:
-        if self._remainder is not None:
-            self._remainder.zero_()
+            return self._gradient.new_empty(values)
+        return self._gradient.new_empty(values, device="cpu", pin_memory=True)
 
     def _piece(self, tensor: Tensor | None, piece: int) -> Tensor:
         assert tensor is not None and self._bounds is not None, "a piece before averaging has begun"

@@ -179,7 +179,7 @@ class StageExecutor:
         if count == 0:  # a stage without a visit stays as it is
             return self._clear_gradients()
         self.tasks.weights.step(rate, scale / count, summed)
-        self._averager.close(followed=True)
+        self._averager.close(followed=summed is not None)
         self._averaged = None
         return None
 

@@ -96,7 +96,7 @@ def rotated_oracle(tensor: Floats, codec: str) -> bytes:
             inverse = F32(1) / (scale * F32(2 * TILE)) if scale else F32(0)
             steps = y * inverse + F32(8)
             if codec == "int4-stochastic":
-                key = mixed(int(largest.view(np.uint32)) ^ mixed(number + TILE))
+                key = mixed(int(scale.view(np.uint32)) ^ mixed(number + TILE))
                 high = [(z + 2 * z * z) % 2**32 >> 16 for z in (mixed(i) ^ key for i in range(TILE))]
                 steps += np.array([h - 2**16 * (h >= 2**15) for h in high], F32) * F32(2**-16)
             codes = np.floor(steps)
@@ -213,11 +213,14 @@ def test_stochastic_rounding_is_right_in_the_mean() -> None:
 
 
 def test_stochastic_rounding_depends_on_content_alone() -> None:
+    """And not on last digits, in which sums of another order differ."""
     tensor = ordinary(4, 2, 500)
     first = bytes(encode(tensor, "int4-stochastic").data)
     torch.manual_seed(1)
     assert bytes(encode(tensor.clone().view(1000), "int4-stochastic").data) == first
-    moved = decode(encode(tensor * (1 + 1e-6), "int4-stochastic"))
+    differ = sum(a != b for a, b in zip(bytes(encode(tensor * (1 + 1e-6), "int4-stochastic").data), first, strict=True))
+    assert differ < 20
+    moved = decode(encode(tensor * 1.01, "int4-stochastic"))
     assert (moved - decode(encode(tensor, "int4-stochastic"))).abs().max() > 1e-3, "noise did not change with content"
 
 

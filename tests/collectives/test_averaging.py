@@ -24,7 +24,7 @@ from tests.helpers.plans import AVERAGING_KINDS, drawn_averaging, relayed
 
 torch.set_num_threads(1)
 VALUES = 301
-CODECS = ["fp32", "bf16", "int8"]
+CODECS = ["fp32", "bf16", "int8", "int2"]
 TREES = Averaging((0, 1, 2), (Piece(0, 5, ((1, 2),)), Piece(2, 3, ((0, 1),)), Piece(1, 1)))
 
 
@@ -96,7 +96,7 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
     gradients = [noise(seed, VALUES) for seed in range(size)]
     found = summed(averagers_of(gradients, codec), averaging)
     expected = torch.stack(gradients).double().sum(0)
-    assert float((found - expected).abs().max()) < {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25}[codec]
+    assert float((found - expected).abs().max()) < {"fp32": 1e-5, "bf16": 0.05, "int8": 0.25, "int2": 10}[codec]
     for seed in range(1, 4):
         assert torch.equal(found, summed(averagers_of(gradients, codec), averaging, seed))
     assert all(torch.equal(each, noise(seed, VALUES)) for seed, each in enumerate(gradients)), (
@@ -125,7 +125,7 @@ def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, siz
     assert all(torch.equal(each, noise(seed, VALUES)) for seed, each in enumerate(gradients))
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int2"])
 def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
     """With the same gradient in every iteration, the mean of what is applied tends to the true one, also if the
     gradient is cut in another way each time; the error of a single iteration stays what it was."""
@@ -133,16 +133,53 @@ def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
     expected = torch.stack(true).double().sum(0)
     ways = [Averaging((0, 1, 2)), TREES, drawn_averaging(Random(1), range(3), "direct exchange")]
     for chosen in ([ways[0]], [ways[1]], ways):
-        averagers = averagers_of(true, codec)
+        gradients = [torch.empty(VALUES) for _ in true]
+        averagers = averagers_of(gradients, codec)
         applied = torch.zeros(VALUES, dtype=torch.float64)
         errors = []
         for iteration in range(1, 65):
+            for gradient, each in zip(gradients, true, strict=True):
+                gradient.copy_(each)
             applied += summed(averagers, chosen[iteration % len(chosen)])
             errors.append(float((applied / iteration - expected).abs().max()))
         assert errors[0] > 1e-4
         assert errors[-1] < errors[0] / 12
         bias = float((summed(averagers_of(true, codec), chosen[0]) - expected).abs().max())
         assert errors[-1] < bias / 12, "without feedback the error would stay"
+
+
+@pytest.mark.parametrize("codec", ["int4", "int2"])
+def test_nothing_is_lost_or_doubled_when_a_node_with_a_remainder_is_lost(codec: str) -> None:
+    """Whenever node 2 is lost in its third iteration: what was applied and what the others keep is all that they have
+    had, and what node 2 had passed on before. Then node 1 is lost, too, and node 0 goes on alone."""
+    moments = drive([partial(run_op, each) for each in averagers_of([noise(0, VALUES)] * 3, codec)], TREES)
+    for moment in range(1, moments + 1):
+        gradients = [torch.zeros(VALUES) for _ in range(3)]
+        averagers = averagers_of(gradients, codec)
+        had, applied = torch.zeros(VALUES, dtype=torch.float64), torch.zeros(VALUES, dtype=torch.float64)
+
+        def iteration(number: int, left: int, gradients: Any = gradients, had: torch.Tensor = had) -> None:
+            for node in range(left):
+                gradients[node].copy_(noise(10 * number + node, VALUES))
+                had += gradients[node]
+
+        for number in range(2):
+            iteration(number, 3)
+            applied += summed(averagers, TREES)
+        had -= averagers[2].remainder
+        iteration(2, 2)
+        drive([partial(run_op, each) for each in averagers], TREES, moment, Random(moment))
+        applied += summed(averagers[:2], TREES.without({2}))
+        kept = averagers[0].remainder + averagers[1].remainder
+        assert kept.abs().max() > 0.01
+        torch.testing.assert_close(applied + kept, had, rtol=1e-4, atol=1e-4)
+        had -= averagers[1].remainder
+        iteration(3, 1)
+        drive([partial(run_op, each) for each in averagers[:2]], TREES.without({2}), min(moment, 6))
+        applied += gradients[0]
+        averagers[0].close(followed=False)
+        assert not averagers[0].remainder.any()
+        torch.testing.assert_close(applied, had, rtol=1e-4, atol=1e-4)
 
 
 def test_what_was_sent_is_not_written_to_afterwards() -> None:

@@ -65,7 +65,7 @@ class InDoubleAverager:
         return torch.cat([self.totals[piece] for piece in sorted(self.totals)])
 
     def close(self, *, followed: bool) -> None:
-        assert followed
+        pass
 
 
 def test_ids_are_those_of_job_files_from_before() -> None:

@@ -116,6 +116,11 @@ def test_expected_bytes() -> None:
         "fp32": 4000,
         "bf16": 2000,
         "int8": 1000 + 8 * 4,
+        "fp8": 1000 + 8,
+        "fp8-e5m2": 1000 + 8,
+        "int4": 8 * (64 + 2),
+        "int4-stochastic": 8 * (64 + 2),
+        "int2": 8 * (32 + 2),
     }
 
 
@@ -125,7 +130,7 @@ def test_workload_file_and_back() -> None:
     with pytest.raises(UserError, match=r"workload\.microbatches"):
         replace(work, microbatches=0)
     with pytest.raises(UserError, match="wire_dtype"):
-        replace(work, wire_dtype="fp8")
+        replace(work, wire_dtype="fp7")
 
 
 @pytest.mark.parametrize("count", [0, 1, 999_999_999, 10**15 + 1, LONGEST_NS - 1])

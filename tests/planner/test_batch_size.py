@@ -70,6 +70,7 @@ def test_any_type_that_will_do() -> None:
     assert fastest_of("bf16", "--wire") == "bf16"
     assert fastest_of("bf16, fp32", "--wire") == "bf16"
     assert fastest_of("fp32,int8,bf16", "--wire") == "int8"
+    assert fastest_of("bf16,int4,fp8", "--wire") == "int4"
     assert fastest_of(None, "--wire") is None
-    with pytest.raises(UserError, match="'fp8' is none of fp32, bf16, int8"):
-        fastest_of("bf16,fp8", "--wire")
+    with pytest.raises(UserError, match="'fp7' is none of fp32, bf16, int8"):
+        fastest_of("bf16,fp7", "--wire")

@@ -196,7 +196,7 @@ def test_the_bottleneck_is_named_first_and_its_cure_is_the_best_advice(case: Cal
 
 
 def test_where_all_is_equal_no_single_change_helps() -> None:
-    plan = planned(uniform_cluster(4), [(0, 1), (2, 3)], [((0, 2), 1), ((1, 3), 1)], wire_dtype="int8")
+    plan = planned(uniform_cluster(4), [(0, 1), (2, 3)], [((0, 2), 1), ((1, 3), 1)], wire_dtype="int4")
     answer = advise(plan, simulate(plan, Timing.CONTENTION_ONLY))
     assert [change.what for change in answer.changes] == []
     assert answer.tried > 10
@@ -363,7 +363,7 @@ def test_why_with_other_paths(skippipe: Command, tmp_path: Path) -> None:
 
 
 def test_why_where_nothing_helps(skippipe: Command, tmp_path: Path) -> None:
-    plan = planned(uniform_cluster(4), [(0, 1), (2, 3)], [((0, 2), 1), ((1, 3), 1)], wire_dtype="int8")
+    plan = planned(uniform_cluster(4), [(0, 1), (2, 3)], [((0, 2), 1), ((1, 3), 1)], wire_dtype="int4")
     file = tmp_path / "plan.json"
     plan.promising(simulate(plan, Timing.CONTENTION_ONLY)).save(file)
     assert "no single change helps" in skippipe("why", file, "--no-replanning").out

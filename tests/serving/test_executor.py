@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from skippipe.codecs import EncodedTensor, decode, encode
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, read_outline
@@ -198,7 +198,7 @@ def test_a_node_refuses_another_model(tmp_path: Path) -> None:
         ({"layers": [2, "1"]}, "node_config.layers[1]: expected a whole number, found '1'"),
         ({"stage_of": ["a"]}, "node_config.stage_of: expected an object, found ['a']"),
         ({"stage_of": {"a": 0, "b": 3}}, "node_config.stage_of: expected names of nodes with their stages"),
-        ({"wire_dtype": "fp12"}, "node_config.wire_dtype: 'fp12' is none of fp32, bf16, int8"),
+        ({"wire_dtype": "fp12"}, f"node_config.wire_dtype: 'fp12' is none of {', '.join(CODECS)}"),
         ({"threads": 0}, "node_config.threads: 0 is out of range; give 1 to 1,024"),
         ({"thread": 1}, "node_config.thread: no such field; did you mean 'threads'?"),
         ({"fingerprint": ...}, "node_config.fingerprint: missing; add it"),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
 from skippipe.model.model_spec import ModelSpec
@@ -70,7 +71,10 @@ def complaint_about(folder: Path, text: str) -> str:
         ("model = 'llama-tiny'", "model: expected a table, written [model]"),
         ("[[model]]\nconfig = 'x'", "model: expected a table, written [model]"),
         ("[averaging]\nengine = 'gloo'", "averaging.engine: 'gloo' is none of auto, ring, torch"),
-        ("[transport]\nwire = 'fp64'", "transport.wire: 'fp64' is none of fp32, bf16, int8"),
+        (
+            "[transport]\nwire = 'fp64'",
+            f"transport.wire: 'fp64' is none of {', '.join(CODECS)}",
+        ),
         ("[compute]\ndtype = ['fp32']", "compute.dtype: ['fp32'] is none of fp32, bf16"),
         ("iterations = 0", "iterations: 0 is out of range; give 1 to 1,000,000,000"),
         ("seed = -1", "seed: -1 is out of range; give 0 to 9,007,199,254,740,992"),

@@ -67,7 +67,7 @@ def test_packed_and_back(tensor: torch.Tensor, dtype: str) -> None:
         assert torch.equal(back, tensor)
     elif dtype == "bf16":
         assert torch.equal(back, tensor.bfloat16().float())
-    else:
+    elif dtype == "int8":
         padded = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % INT8_BLOCK))
         largest = padded.view(-1, INT8_BLOCK).abs().amax(1).repeat_interleave(INT8_BLOCK)[: tensor.numel()]
         error = (back - tensor).abs().reshape(-1)
@@ -81,7 +81,7 @@ def test_what_is_not_finite_does_not_become_a_number(bad: float, dtype: str) -> 
     tensor[INT8_BLOCK + 3] = bad
     back = decode(encode(tensor, dtype))
     hurt = ~back.isfinite()
-    if dtype == "int8":
+    if dtype not in ("fp32", "bf16"):
         assert back[INT8_BLOCK : 2 * INT8_BLOCK].isnan().all() and hurt.sum() == INT8_BLOCK
     else:
         assert hurt.nonzero().tolist() == [[INT8_BLOCK + 3]]
@@ -246,7 +246,7 @@ MALFORMED: dict[str, tuple[list[bytes], str]] = {
     "version": (frames_with(version=1), "version 1 is not known here; this release speaks 5"),
     "header of version 1": ([frames_with(version=1)[0][:52], bytes(8)], "a header of 52 bytes instead of 64"),
     "kind": (frames_with(kind=11), "kind 11 is unknown"),
-    "body": (frames_with(body=5), "body 5 is unknown"),
+    "body": (frames_with(body=99), "body 99 is unknown"),
     "json in a hop": (frames_with(body=1), "a hop with a body of json"),
     "tensor in control": (frames_with(kind=3), "a control with a body of fp32"),
     "due time": (frames_with(due_ns=2**63), "out of range"),
