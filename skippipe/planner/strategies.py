@@ -397,7 +397,7 @@ def iteration_ns(plan: Plan) -> int:
 
 def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
     """Whether every hop of every path has a link there and back."""
-    transmit_ns = problem.costs.transmit_ns
+    transmit_ns = problem.costs.transmit_ns[0]
     hops = [hop for path in paths for hop in circle(path)]
     return all(max(transmit_ns[a, b], transmit_ns[b, a]) < NEVER_NS for a, b in hops)
 

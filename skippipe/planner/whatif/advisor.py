@@ -228,7 +228,7 @@ def _alone_ns(plan: Plan, path: tuple[int, ...], stage_of: dict[int, int]) -> in
     """Nanoseconds of a round trip without other traffic."""
     costs = plan.costs
     tasks = sum(int(costs.forward_ns[stage_of[node], node] + costs.backward_ns[stage_of[node], node]) for node in path)
-    hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in circle(path))
+    hops = sum(costs.round_trip_ns(a, b) for a, b in circle(path))
     return tasks + hops + int(costs.head_ns[path[0]])
 
 
