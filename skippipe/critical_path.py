@@ -184,7 +184,7 @@ class _Walk:
                 (task.lane,),
                 task.end_ns,
                 int(costs.flight_ns[link]),
-                tuple(int(each[message]) for each in (costs.upload_ns, costs.transmit_ns, costs.download_ns)),
+                (int(costs.upload_ns[message]), int(costs.transmit_ns[message]), int(costs.download_ns[message])),
                 task,
             )
         self.network.carry(found.values())
