@@ -13,6 +13,7 @@ from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from skippipe.codecs import gradient_codec
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.plan import Plan
 from skippipe.planner.averaging import averaging_fastest
@@ -229,16 +230,19 @@ class _Choice:
         for item in self.items:
             if not isinstance(item.which, int):
                 chosen.setdefault(item.which[1:], {})[item.which[0]] = item.codec
-        hops = {codec for each in chosen.values() for codec in each.values()}
+        passes = [{each[kind] for each in chosen.values() if kind in each} for kind in (0, 1)]
         gradients = self._gradients()
-        wire = hops.pop() if len(hops) == 1 else self.work.wire_dtype
+        wire = self.work.wire_dtype
+        if len(passes[0]) == len(passes[1]) == 1 and {gradient_codec(codec) for codec in passes[0]} == passes[1]:
+            wire = passes[0].pop()
+        usual = wire, gradient_codec(wire)
         rows = [
-            LinkDtypes(names[a], names[b], each.get(0, each.get(1, wire)), each.get(1, each.get(0, wire)))
+            LinkDtypes(names[a], names[b], *(each.get(kind, usual[kind]) for kind in (0, 1)))
             for (a, b), each in chosen.items()
         ]
         kinds: dict[str, object] = {
             "wire_dtype": wire,
-            "wire_dtypes": tuple(row for row in rows if {row.forward, row.backward} != {wire}),
+            "wire_dtypes": tuple(row for row in rows if (row.forward, row.backward) != usual),
         }
         same = len(set(gradients)) == 1
         kinds |= {"gradient_dtype": gradients[0]} if same else {"gradient_dtypes": gradients}

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, gradient_codec
 from skippipe.constraints import circle
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import Fields, read_as
@@ -59,8 +60,9 @@ def prices_of(table: Any) -> Prices:
         if entry.mentions("hops"):  # activations and their gradients were measured together
             if {"activations", "activation_gradients"} & given.keys():
                 raise UserError(f"{codec}.hops: says what both passes cost together: leave it or the others out")
-            half = entry.number("hops", NATS) / 2
-            given |= {"activations": half, "activation_gradients": half}
+            given["activations"] = half = entry.number("hops", NATS) / 2
+            back = gradient_codec(codec)
+            found[back] = found.get(back, Price())._replace(activation_gradients=half)
         entry.close()
         found[codec] = found.get(codec, Price())._replace(**given)
     return found
@@ -81,11 +83,11 @@ class CodecBudget:
     def of(cls, nats: float, prices: Prices, hops: Sequence[str] = (), gradients: Sequence[str] = ()) -> CodecBudget:
         """The budget; without codecs, all that have a price. UserError if one has none."""
         known = [codec for codec in CODECS if codec in prices]
-        hops = hops or [codec for codec in known if prices[codec][:2] != (None, None)]
+        hops = hops or [codec for codec in known if prices[codec].activations is not None]
         gradients = gradients or [codec for codec in known if prices[codec].weight_gradients is not None]
-        for codecs, kinds, what in ((hops, (0, 1), "a hop"), (gradients, (2,), "weight gradients")):
+        for codecs, kind, what in ((hops, 0, "activations"), (gradients, 2, "weight gradients")):
             for codec in codecs:
-                if all(prices.get(codec, Price())[kind] is None for kind in kinds):
+                if prices.get(codec, Price())[kind] is None:
                     raise UserError(f"{codec} has no price for {what}: measure it and give it one, or leave it out")
         budget = cls(nats, prices, tuple(hops), tuple(gradients))
         if budget.uniform_nats(*budget.usual) > nats + ROUNDING:
@@ -97,8 +99,11 @@ class CodecBudget:
 
     def uniform_nats(self, hop: str, gradient: str) -> float:
         """What these cost on all links and stages; infinite if a price is missing."""
-        each = (*self.prices[hop][:2], self.prices[gradient].weight_gradients)
-        return sum(float("inf") if nats is None else nats for nats in each)
+        kinds = (self._price(hop, 0), self._price(gradient_codec(hop), 1), self._price(gradient, 2))
+        return sum(inf if nats is None else nats for nats in kinds)
+
+    def _price(self, codec: str, kind: int) -> float | None:
+        return self.prices.get(codec, Price())[kind]
 
     @property
     def usual(self) -> tuple[str, str]:
@@ -110,8 +115,8 @@ class CodecBudget:
     def options(self, kind: int) -> list[tuple[str, float]]:
         """Codecs of a kind of values, in the order of `Price`, with their prices: the fewest bytes first, and each
         cheaper than the one before."""
-        codecs = self.gradients if kind == 2 else self.hops
-        priced = [(codec, nats) for codec in codecs if (nats := self.prices[codec][kind]) is not None]
+        codecs = (self.hops, (*self.hops, *map(gradient_codec, self.hops)), self.gradients)[kind]
+        priced = [(codec, nats) for codec in codecs if (nats := self._price(codec, kind)) is not None]
         found: list[tuple[str, float]] = []
         for codec, nats in sorted(priced, key=lambda option: (_size(option[0]), option[1])):
             if not found or nats < found[-1][1]:

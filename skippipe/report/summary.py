@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from skippipe import constraints
+from skippipe.codecs import gradient_codec
 from skippipe.cost_model import seconds
 from skippipe.plan import Plan
 from skippipe.planner.codec_prices import message_shares, stage_shares
@@ -50,7 +51,7 @@ def codecs_text(plan: Plan) -> str:
     for (kind, a, b), share in message_shares(plan).items():
         codec = plan.hop_dtype(a, b, backward=bool(kind))
         parts[codec] += share / 2
-        links |= {(a, b)} if codec != work.wire_dtype else set()
+        links |= {(a, b)} if codec != (work.wire_dtype, gradient_codec(work.wire_dtype))[kind] else set()
     hops = ", ".join(f"{codec} {share:.0%}" for codec, share in sorted(parts.items(), key=lambda part: -part[1]))
     hops = f"{hops} of the values (others than {work.wire_dtype} on {len(links)} links)" if links else work.wire_dtype
     stages: dict[str, list[int]] = {}

@@ -101,6 +101,22 @@ def test_prices_are_shares() -> None:
         plan_nats(replace(plan, workload=whole), DEFAULT_PRICES)
 
 
+def test_gradients_go_back_by_the_codec_that_is_for_them() -> None:
+    """int4 was measured with stochastic rounding on the way back, and gets half of its price there."""
+    prices = prices_of({"int4": {"hops": 0.01, "weight_gradients": 0.001}})
+    plan = plan_of(1e5, {}, {(0, 1): 2, (0, 2): 2})
+    budget = CodecBudget.of(0.02, prices, ["bf16", "int4"], ["fp32", "int4"])
+    assert [codec for codec, _ in budget.options(1)] == ["int4-stochastic", "bf16"]
+    uniform = replace(plan, workload=replace(plan.workload, wire_dtype="int4"))
+    assert plan_nats(uniform, prices) == pytest.approx(0.01)
+    found = choose_codecs(plan, budget, Timing.FULL)
+    for (kind, a, b), _ in message_shares(plan).items():
+        assert found.hop_dtype(a, b, backward=bool(kind)) in (("int4", "bf16"), ("int4-stochastic", "bf16"))[kind]
+    assert iteration_ns(found) <= iteration_ns(
+        replace(uniform, workload=replace(uniform.workload, gradient_dtype="int4"))
+    )
+
+
 def test_more_nats_are_never_slower() -> None:
     problem = Problem(five_sites(6), Workload(MODELS["llama-500m"], microbatches=12), 4, 3)
     budgets = [CodecBudget.of(nats, PRICES) for nats in (0.006, 0.0, 0.002)]
@@ -121,6 +137,7 @@ def test_more_nats_are_never_slower() -> None:
     [
         ({"int7": {}}, "'int7' is none of"),
         ({"int8": {"hop": 1}}, "int8"),
+        ({"int4": {"hops": "much"}}, "int4.hops"),
         ({"int8": {"hops": -1}}, "int8.hops"),
         ({"int8": {"hops": 1, "activations": 1}}, "int8.hops: says what both passes cost together"),
     ],
