@@ -26,8 +26,8 @@ def write_png(points: Sequence[CodecPoint], title: str, path: Path) -> None:
     for point in points:
         text = f"{point.iteration_s:.1f} s"
         axes.annotate(text, (point.nats, point.iteration_s), (6, 7), textcoords="offset points", fontsize=9, color=INK)
-    axes.set_ylim(bottom=0)
-    axes.set_xlim(left=0)
+    axes.set_ylim(0, 1.1 * max(point.iteration_s for point in points))  # room for the words beside points
+    axes.set_xlim(0, 1.1 * max(point.nats for point in points) or None)
     dress(axes, title, NATS_TITLE, SECONDS_TITLE)
     write_image(figure, path)
 
