@@ -1,10 +1,11 @@
 """What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
-    python -m benchmarks.best [published20] [full-timing] [settings] [first] [sizes] [random] [--seeds N] [--budget S]
-                              [--keep FILE]
+    python -m benchmarks.best [published20] [full-timing] [codecs] [settings] [first] [sizes] [random] [--seeds N]
+                              [--budget S] [--keep FILE]
 
-Without names, all six. `first` is the time until there is a valid plan; the others compare seconds of an iteration.
-`full-timing` counts averaging and queues on links, and holds the search against sizes that are given by hand.
+Without names, all seven. `codecs` has bytes, seconds and samples a second of smaller codecs in full timing, `first` the
+time until there is a valid plan; the others compare seconds of an iteration. `full-timing` counts averaging and queues
+on links, and holds the search against sizes that are given by hand.
 With `--keep` a run over random clusters that was cut short goes on where it was.
 """
 
@@ -26,6 +27,7 @@ from skippipe.planner.problem import DecisionVariables, Problem, lane_unit
 from skippipe.planner.published import EXAMPLES, Example
 from skippipe.planner.strategies import PlanRequest, Strategy, compile_kernels, compile_search, make_plan
 from skippipe.presets import preset, random_cluster
+from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 
@@ -33,6 +35,7 @@ RIVALS = (Strategy.SKIPPIPE, Strategy.NO_TC2, Strategy.DTFM_SKIP, Strategy.DTFM)
 ALL = DecisionVariables()
 SIZES_BY_HAND = ((5, 3, 3, 3, 3, 3), (4, 2, 2, 2, 2, 2), (3, 2, 2, 2, 2, 2), (2, 2, 2, 2, 2, 2), (2, 1, 1, 1, 1, 1))
 HANDS = 30  # sizes that are drawn for a random cluster
+CODEC_PAIRS = (("bf16", "fp32"), ("int8", "int8"), ("int4", "int4"), ("int4", "int2"))
 FEWER_SEEDS = 3  # where bytes are fewer, and the search easier
 WHOLE_BACKWARD = DecisionVariables(split_backward=False)
 
@@ -115,6 +118,30 @@ def full_timing(seeds: int, budget_s: float) -> None:
             f"| {','.join(map(str, sizes))} | {iteration_s(planned(fixed, Strategy.BEST, budget_s)):.2f} s |",
             flush=True,
         )
+
+
+def codecs(seeds: int, budget_s: float) -> None:
+    """published20 in full timing with smaller codecs on all hops and in all averaging; bytes are of the same plan."""
+    problem = replace(problem_of(EXAMPLES["published20"]()), timing=Timing.FULL)
+    print(
+        "| hops | gradients | microbatches | slots | seed | iteration | samples/s | GB | of bf16 and fp32 | at work |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for microbatches, slots in ((30, 3), (120, 8)):
+        work = replace(problem.workload, microbatches=microbatches, max_slots=slots)
+        for hop, gradient in CODEC_PAIRS:
+            for seed in range(seeds):
+                small = replace(problem, workload=replace(work, wire_dtype=hop, gradient_dtype=gradient))
+                plan = planned(small, Strategy.BEST, budget_s, seed)
+                assert plan.expected is not None
+                usual = simulate(replace(plan, workload=work), Timing.FULL)
+                moved = plan.expected.bytes_moved
+                print(
+                    f"| {hop} | {gradient} | {microbatches} | {slots} | {seed} | {iteration_s(plan):.2f} s "
+                    f"| {plan.samples_per_s:.2f} | {moved / 1e9:.2f} | {moved / usual.bytes_moved:.3f} "
+                    f"| {at_work(plan):.0%} |",
+                    flush=True,
+                )
 
 
 def at_work(plan: Plan) -> float:
@@ -232,7 +259,14 @@ def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]
     return {row["seed"]: row["iteration_s"] for row in found if row["budget_s"] == budget_s}
 
 
-PARTS = {"published20": published20, "full-timing": full_timing, "settings": settings, "first": first, "sizes": sizes}
+PARTS = {
+    "published20": published20,
+    "full-timing": full_timing,
+    "codecs": codecs,
+    "settings": settings,
+    "first": first,
+    "sizes": sizes,
+}
 
 
 def main() -> None:

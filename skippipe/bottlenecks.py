@@ -197,8 +197,8 @@ def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
     sends: Counter[Link] = Counter()
     for lane in plan.lanes:
         for a, b in circle(lane.path):
-            for link in ((a, b), (b, a)):
-                sends[link] += lane.microbatches * int(plan.costs.transmit_ns[link])
+            for message in ((0, a, b), (1, b, a)):
+                sends[message[1:]] += lane.microbatches * int(plan.costs.transmit_ns[message])
     if timeline.timing is Timing.FULL:
         averagings = [stage.averaging for stage in plan.stages]
         schedule = merged(tuple(averagings))

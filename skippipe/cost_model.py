@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from skippipe.jit import Floats, Ints
 from skippipe.workload import Workload
 
 NEVER_NS = transfers.NEVER_NS
+LINK_FIELDS = ("flight_ns", "transmit_ns", "upload_ns", "download_ns", "bandwidth_bytes_per_s", "upload_bytes_per_s",
+               "download_bytes_per_s", "hop_bytes")  # fmt: skip
 
 
 def ns(seconds: float) -> int:
@@ -50,17 +53,19 @@ class CostModel:
     flight_ns: Ints
     """[from, to]: latency and overhead of a hop; other messages may follow at once."""
     transmit_ns: Ints
-    """[from, to]: time for which one activation keeps the link busy; it goes no faster than the nodes' own rates."""
+    """[pass, from, to]: time for which one hop's message keeps the link busy; it goes no faster than the nodes' own
+    rates. Pass 0 is activations, 1 their gradients."""
     upload_ns: Ints
-    """[node]: time for which one activation keeps the node's upload busy, whatever link it takes; 0: no limit."""
+    """[pass, from, to]: time for which it keeps the sender's upload busy; 0: no limit."""
     download_ns: Ints
-    """The same of its download."""
+    """The same of the receiver's download."""
     bandwidth_bytes_per_s: Floats
     """[from, to]: what one message gets, alone: of the link, and of the nodes' own rates."""
     upload_bytes_per_s: Floats
     """[node]: infinite without a limit, as is the next."""
     download_bytes_per_s: Floats
-    activation_bytes: int
+    hop_bytes: Ints
+    """[pass, from, to]: bytes of a hop's message."""
     gradient_bytes: tuple[int, ...]
     """[stage]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
     collective: Collective
@@ -78,8 +83,14 @@ class CostModel:
 
     @cached_property
     def hop_ns(self) -> Ints:
-        """[from, to]: nanoseconds of a hop over an idle link."""
-        return self.flight_ns + self.transmit_ns
+        """[from, to]: nanoseconds of a hop over an idle link, in the pass in which it takes less."""
+        least_ns: Ints = self.flight_ns + self.transmit_ns.min(axis=0)
+        return least_ns
+
+    def round_trip_ns(self, a: int, b: int) -> int:
+        """Nanoseconds of an activation from a to b over idle links, and of its gradient back."""
+        sent_ns = self.transmit_ns[0, a, b] + self.transmit_ns[1, b, a]
+        return int(self.flight_ns[a, b] + self.flight_ns[b, a] + sent_ns)
 
     def averaging(self, stage: int, nodes: Sequence[int]) -> Averaging:
         """The fastest way to average for these nodes of a stage, if they are done at the same time."""
@@ -90,8 +101,11 @@ class CostModel:
         return transfers.takes_ns(self, stage, averaging)
 
 
-def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
-    """The cost model of a workload, split into stages of these layers, on a cluster."""
+def cost_model_of(
+    cluster: Cluster, workload: Workload, layers: tuple[int, ...], same_links: CostModel | None = None
+) -> CostModel:
+    """The cost model of a workload, split into stages of these layers, on a cluster; `same_links` is another one of the
+    same cluster and workload."""
     speed = [node.flops_per_s for node in cluster.nodes]
 
     def task_ns(flops: float, speed: float) -> int:
@@ -100,17 +114,10 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
     def stage_by_node(flops_of_stage: list[float]) -> Ints:
         return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
 
-    def hop_ns(bandwidth: Floats) -> Ints:
-        return transfers.transmit_ns(workload.activation_bytes, bandwidth, least_ns=0)
-
     forward = [float(workload.forward_flops(k)) for k in layers]
     step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
     gradients_ns = stage_by_node([workload.backward_flops(k, recomputing=False) for k in layers])
-    upload = np.array([node.upload_bytes_per_s or np.inf for node in cluster.nodes])
-    download = np.array([node.download_bytes_per_s or np.inf for node in cluster.nodes])
-    bandwidth = np.minimum(cluster.bandwidth_bytes_per_s, np.minimum(upload[:, None], download[None, :]))
-    with np.errstate(over="ignore"):
-        flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
+    links = {name: getattr(same_links, name) for name in LINK_FIELDS} if same_links else _links(cluster, workload)
     return CostModel(
         layers=layers,
         forward_ns=stage_by_node(forward),
@@ -122,20 +129,37 @@ def cost_model_of(cluster: Cluster, workload: Workload, layers: tuple[int, ...])
             [[workload.slots(node.memory_bytes, stage, k) for node in cluster.nodes] for stage, k in enumerate(layers)],
             dtype=np.int64,
         ),
-        flight_ns=_without_diagonal(flight),
-        transmit_ns=_without_diagonal(hop_ns(bandwidth)),
-        upload_ns=hop_ns(upload),
-        download_ns=hop_ns(download),
-        bandwidth_bytes_per_s=bandwidth,
-        upload_bytes_per_s=upload,
-        download_bytes_per_s=download,
-        activation_bytes=workload.activation_bytes,
         gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
         collective=collective_named(workload.collective),
+        **links,
     )
 
 
+def _links(cluster: Cluster, workload: Workload) -> dict[str, Any]:
+    """What a cost model has of links."""
+    upload = np.array([node.upload_bytes_per_s or np.inf for node in cluster.nodes])
+    download = np.array([node.download_bytes_per_s or np.inf for node in cluster.nodes])
+    bandwidth = np.minimum(cluster.bandwidth_bytes_per_s, np.minimum(upload[:, None], download[None, :]))
+    hop_bytes = _hop_bytes(cluster, workload)
+    with np.errstate(over="ignore"):
+        flight = np.rint((cluster.latency_s + cluster.hop_overhead_s) * 1e9)
+    sent_ns = [transfers.transmit_ns(hop_bytes, rate, least_ns=0) for rate in (bandwidth, upload[:, None], download)]
+    values = (_without_diagonal(flight), _without_diagonal(sent_ns[0]), *sent_ns[1:])
+    return dict(zip(LINK_FIELDS, (*values, bandwidth, upload, download, hop_bytes), strict=True))
+
+
+def _hop_bytes(cluster: Cluster, workload: Workload) -> Ints:
+    found = np.full((2, len(cluster), len(cluster)), workload.activation_bytes, np.int64)
+    for sender, receiver, *both in workload.wire_dtypes:
+        if sender in cluster.number and receiver in cluster.number:
+            sizes = [workload.hop_bytes(codec) for codec in both]
+            found[:, cluster.number[sender], cluster.number[receiver]] = sizes
+    return found
+
+
 def _without_diagonal(values: Floats | Ints) -> Ints:
+    """[…, from, to] with nothing to take from a node to itself."""
     whole: Ints = np.minimum(values, NEVER_NS).astype(np.int64)
-    np.fill_diagonal(whole, 0)
+    each = np.arange(whole.shape[-1])
+    whole[..., each, each] = 0
     return whole

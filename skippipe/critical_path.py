@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe.collectives.transfers import MergedSchedule, TransferTimes, free_links, merged, transfer_times
-from skippipe.dispatch import frees_slot, is_weights, place, steps
+from skippipe.dispatch import frees_slot, is_weights, message_pass, place, steps
 from skippipe.plan import Plan
 from skippipe.timeline import Task, Timeline, Timing
 
@@ -178,12 +178,13 @@ class _Walk:
             if following is None or task.step + 1 >= steps(self._length(task)) or following.node == task.node:
                 continue
             link = (task.node, following.node)
+            message = (message_pass(following.step, self._length(task)), *link)
             found[task] = _Message(
                 link,
                 (task.lane,),
                 task.end_ns,
                 int(costs.flight_ns[link]),
-                (int(costs.upload_ns[link[0]]), int(costs.transmit_ns[link]), int(costs.download_ns[link[1]])),
+                (int(costs.upload_ns[message]), int(costs.transmit_ns[message]), int(costs.download_ns[message])),
                 task,
             )
         self.network.carry(found.values())

@@ -49,6 +49,12 @@ def place(step: int, length: int) -> int:
 
 
 @kernel
+def message_pass(step: int, length: int) -> int:
+    """What kind of message makes a step ready: 0 an activation, 1 a gradient."""
+    return 1 if step > length else 0
+
+
+@kernel
 def steps(length: int) -> int:
     """Steps of a microbatch from its first forward to its last backward, without weight gradients."""
     return 2 * length + 1

@@ -19,7 +19,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe.dispatch import all_steps, frees_slot, goes_before, may_start, place, steps, urgency, weights_after
+from skippipe.dispatch import (
+    all_steps,
+    frees_slot,
+    goes_before,
+    may_start,
+    message_pass,
+    place,
+    steps,
+    urgency,
+    weights_after,
+)
 from skippipe.jit import Ints, kernel
 
 
@@ -34,9 +44,9 @@ def run_iteration(
     head_ns: Ints,
     slots: Ints,
     flight_ns: Ints,  # [from, to]
-    transmit_ns: Ints,  # [from, to]
-    upload_ns: Ints,  # [node]: time for which a message keeps the sender's upload busy; 0: for none
-    download_ns: Ints,  # [node]: likewise the receiver's download
+    transmit_ns: Ints,  # [pass, from, to]
+    upload_ns: Ints,  # [pass, from, to]: time for which a message keeps the sender's upload busy; 0: for none
+    download_ns: Ints,  # [pass, from, to]: likewise the receiver's download
     queued: bool,  # transfers on one directed link wait for each other, and for the nodes' uploads and downloads
     order: int,  # of dispatch
     split: bool,  # weight gradients are tasks of their own
@@ -100,11 +110,12 @@ def run_iteration(
                 length = lengths[lane]
                 sender = paths[lane, place(step[lane] - 1, length)]
                 node = paths[lane, place(step[lane], length)]
+                kind = message_pass(step[lane], length)
                 start = max(now, download_free_ns[node])
-                download_free_ns[node] = start + download_ns[node]
+                download_free_ns[node] = start + download_ns[kind, sender, node]
                 if has_slack:
                     slack_ns[lane] -= start - now
-                size = push(times, codes, size, start + transmit_ns[sender, node], lane)
+                size = push(times, codes, size, start + transmit_ns[kind, sender, node], lane)
                 continue
             if code < 0:
                 node = -1 - code
@@ -208,23 +219,24 @@ def run_iteration(
             else:
                 target = paths[lane, place(at, length)]
                 if target != node:
+                    kind = message_pass(at, length)
                     if queued:
                         start = end
-                        if upload_ns[node] > 0:
+                        if upload_ns[kind, node, target] > 0:
                             start = max(end, upload_free_ns[node])
-                            upload_free_ns[node] = start + upload_ns[node]
+                            upload_free_ns[node] = start + upload_ns[kind, node, target]
                         start = max(start, link_free_ns[node, target])
                         if has_slack:
                             slack_ns[lane] -= start - end
-                        arrival = start + transmit_ns[node, target]
+                        arrival = start + transmit_ns[kind, node, target]
                         link_free_ns[node, target] = arrival
-                        if download_ns[target] > 0:
+                        if download_ns[kind, node, target] > 0:
                             step[lane] = at
                             size = push(times, codes, size, start + flight_ns[node, target], lanes + lane)
                             continue
                         arrival += flight_ns[node, target]
                     else:
-                        arrival = end + transmit_ns[node, target] + flight_ns[node, target]
+                        arrival = end + transmit_ns[kind, node, target] + flight_ns[node, target]
             step[lane] = at
             size = push(times, codes, size, arrival, lane)
 

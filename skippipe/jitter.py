@@ -104,7 +104,7 @@ def _jittered(costs: CostModel, spread: float, rng: np.random.Generator, links: 
     flight_ns, transmit_ns = costs.flight_ns.copy(), costs.transmit_ns.copy()
     bandwidth = costs.bandwidth_bytes_per_s.copy()
     flight_ns[links] = _times(flight_ns[links], latency)
-    transmit_ns[links] = _times(transmit_ns[links], per_byte)
+    transmit_ns[:, *links] = _times(transmit_ns[:, *links], per_byte)
     bandwidth[links] /= per_byte
     return replace(
         costs,

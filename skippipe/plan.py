@@ -117,6 +117,9 @@ class Plan:
                     raise UserError(f"lanes[{index}].path[{hop}]: '{names[node]}' holds no stage")
                 if node in lane.path[:hop]:
                     raise UserError(f"lanes[{index}].path[{hop}]: '{names[node]}' is on this path already")
+        if len(self.workload.gradient_dtypes) not in (0, len(self.stages)):
+            count = len(self.workload.gradient_dtypes)
+            raise UserError(f"workload.gradient_dtypes: {count} codecs for {len(self.stages)} stages; give each one")
         if self.expected and self.expected.iteration_ns > LONGEST_NS:
             raise UserError("expected: an iteration of over forty-eight days cannot be promised exactly")
 
@@ -151,6 +154,11 @@ class Plan:
     def microbatch(self, lane: int, number: int) -> int:
         """The number of a lane's microbatch among all of the iteration, which determines its data."""
         return sum(each.microbatches for each in self.lanes[:lane]) + number
+
+    def hop_dtype(self, sender: int, receiver: int, *, backward: bool) -> str:
+        """Codec of activations from node to node; with `backward`, of their gradients."""
+        nodes = self.cluster.nodes
+        return self.workload.hop_dtype(nodes[sender].name, nodes[receiver].name, backward=backward)
 
     @property
     def samples_per_s(self) -> float:
@@ -244,9 +252,13 @@ class Plan:
             lanes.append(Lane(nodes(entry, "path"), entry.integer("microbatches", MICROBATCHES)))
             entry.close()
         expected = fields.take("expected")
+        workload = Workload.from_json(fields.take("workload"))
+        for index, link in enumerate(workload.wire_dtypes):
+            for node in link[:2]:
+                number_of(node, f"workload.wire_dtypes[{index}]")
         plan = cls(
             cluster=cluster,
-            workload=Workload.from_json(fields.take("workload")),
+            workload=workload,
             stages=tuple(stages),
             lanes=tuple(lanes),
             dispatch=Dispatch(fields.text("dispatch", tuple(Dispatch))),

@@ -113,8 +113,10 @@ class PlacementCosts:
 
     def alone_ns(self, path: Sequence[int]) -> int:
         """Nanoseconds of a round trip without other traffic: every task of the path once, every hop there and back."""
-        hop_ns = self.flight_ns, self.transmit_ns
-        hops = sum(int(part[a, b] + part[b, a]) for a, b in circle(path) for part in hop_ns)
+        flight_ns, (forward_ns, backward_ns) = self.flight_ns, self.transmit_ns
+        hops = sum(
+            int(flight_ns[a, b] + flight_ns[b, a] + forward_ns[a, b] + backward_ns[b, a]) for a, b in circle(path)
+        )
         tasks = sum(int(self.forward_ns[node] + self.backward_ns[node]) for node in path)
         return hops + tasks + int(self.head_ns[path[0]])
 
@@ -258,8 +260,9 @@ def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
     sent: dict[tuple[int, int], int] = {}
     for lane in plan.lanes:
         for a, b in circle(lane.path):
-            for link in ((a, b), (b, a)):  # the activation, and on the way back its gradient
-                sent[link] = sent.get(link, 0) + plan.costs.activation_bytes * lane.microbatches
+            for message in ((0, a, b), (1, b, a)):  # the activation, and on the way back its gradient
+                link = message[1:]
+                sent[link] = sent.get(link, 0) + int(plan.costs.hop_bytes[message]) * lane.microbatches
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
             for link, count in stage.averaging.link_bytes(plan.costs.gradient_bytes[index]).items():

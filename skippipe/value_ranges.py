@@ -77,6 +77,7 @@ THREADS = Range(1, 1024)
 VOCABULARY = Range(257, 10**7)  # the bytes, so that any text can be spelled, and the end of a document
 TOKENS = Range(1, 10**15)
 DRAWS = Range(1, 10**6)
+NATS = Range(0, 100)
 CONTEXT = Range(2, 10**7)
 NODES = Range(1, 10_000)
 BUDGET_S = Range(0.001, 7 * 86_400)

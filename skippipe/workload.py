@@ -7,11 +7,13 @@ to average, how many bytes a node must hold. Seconds come in `cost_model`, where
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, gradient_codec
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.optim import DEFAULT, OPTIMIZERS
@@ -188,6 +190,17 @@ def model_named(name: str) -> ModelShape:
     return ModelShape.from_huggingface(path)
 
 
+class LinkDtypes(NamedTuple):
+    """Codecs on one directed link between two nodes, which are known by their names."""
+
+    sender: str
+    receiver: str
+    forward: str
+    """Of activations."""
+    backward: str
+    """Of their gradients."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """What one iteration computes."""
@@ -224,6 +237,10 @@ class Workload:
     """What is held in host memory instead of the node's own, that of its GPU: one of `OFFLOADS`."""
     adapter_parameters: Annotated[int, COUNT] = 0
     """Parameters of LoRA's adapters in a layer, the only ones that are trained then; 0: all parameters are trained."""
+    wire_dtypes: tuple[LinkDtypes, ...] = ()
+    """Links on which hops have other codecs than `wire_dtype`."""
+    gradient_dtypes: tuple[str, ...] = ()
+    """Codec of the weight gradients of each stage; empty: `gradient_dtype` for all."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -240,6 +257,39 @@ class Workload:
                 f"offload: the state of the optimizer '{self.optimizer}' stays on the device; choose 'averaging', or "
                 f"one of {', '.join(name for name, each in OPTIMIZERS.items() if each.offloads)}"
             )
+        listed = [("wire_dtypes", each[2:]) for each in self.wire_dtypes] + [("gradient_dtypes", self.gradient_dtypes)]
+        for name, codecs in listed:
+            for codec in codecs:
+                if codec not in CODECS:
+                    raise UserError(f"workload.{name}: '{codec}' is none of {', '.join(CODECS)}")
+        if len(self._dtypes_of_link) < len(self.wire_dtypes):
+            raise UserError("workload.wire_dtypes: a link is named twice")
+
+    @cached_property
+    def _dtypes_of_link(self) -> dict[tuple[str, str], tuple[str, str]]:
+        return {(each.sender, each.receiver): (each.forward, each.backward) for each in self.wire_dtypes}
+
+    def hop_dtype(self, sender: str, receiver: str, *, backward: bool) -> str:
+        """Codec of activations on a link; with `backward`, of their gradients."""
+        both = self._dtypes_of_link.get((sender, receiver))
+        if both is None:
+            return gradient_codec(self.wire_dtype) if backward else self.wire_dtype
+        return both[backward]
+
+    @cached_property
+    def hop_dtypes(self) -> frozenset[str]:
+        """All codecs that a hop may have."""
+        return frozenset(
+            [
+                self.wire_dtype,
+                gradient_codec(self.wire_dtype),
+                *(codec for each in self.wire_dtypes for codec in each[2:]),
+            ]
+        )
+
+    def stage_gradient_dtype(self, stage: int) -> str:
+        """Codec of the weight gradients of a stage."""
+        return self.gradient_dtypes[stage] if self.gradient_dtypes else self.gradient_dtype
 
     def layer_split(self, stages: int) -> tuple[int, ...]:
         """Layers of each stage, as even as can be; the later stages take what is left over, stage 0 has the head."""
@@ -291,9 +341,13 @@ class Workload:
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of one hop of one microbatch, as its codec expects them."""
+        """Bytes of one hop of one microbatch over a link with the usual codec."""
+        return self.hop_bytes(self.wire_dtype)
+
+    def hop_bytes(self, codec: str) -> int:
+        """Bytes of one hop of one microbatch, as this codec expects them."""
         values = self.samples_per_microbatch * self.sequence_tokens * self.model.hidden
-        return CODECS[self.wire_dtype].expected_bytes(values) + self.header_bytes
+        return CODECS[codec].expected_bytes(values) + self.header_bytes
 
     def stage_parameters(self, stage: int, layers: int) -> int:
         """Parameters of a stage, without adapters."""
@@ -317,7 +371,8 @@ class Workload:
         return STORED_BYTES * self.stage_parameters(stage, layers) - (STORED_BYTES - each) * matrices
 
     def gradient_bytes(self, stage: int, layers: int) -> int:
-        return CODECS[self.gradient_dtype].expected_bytes(self.trained_parameters(stage, layers))
+        codec = CODECS[self.stage_gradient_dtype(stage)]
+        return codec.expected_bytes(self.trained_parameters(stage, layers))
 
     def optimizer_flops(self, stage: int, layers: int) -> int:
         """Operations of a stage's optimizer step."""
@@ -346,7 +401,7 @@ class Workload:
         trained = self.trained_parameters(stage, layers)
         held = 2 * STORED_BYTES * trained  # weights and gradients
         if self.offload == "none":
-            held += (2 if CODECS[self.gradient_dtype].error_feedback else 1) * STORED_BYTES * trained
+            held += (2 if CODECS[self.stage_gradient_dtype(stage)].error_feedback else 1) * STORED_BYTES * trained
         optimizer = OPTIMIZERS[self.optimizer]
         if self.offload == "optimizer":  # a piece comes or goes while another is stepped along
             pieces = HOST_BUFFERS * min(HOST_PIECE, trained)
@@ -385,7 +440,10 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """What earlier versions knew without being told is left out, so that they can read the file."""
-        left_out = ("optimizer", DEFAULT), ("collective", "ring"), ("offload", "none"), ("adapter_parameters", 0)
+        left_out = (
+            *(("optimizer", DEFAULT), ("collective", "ring"), ("offload", "none"), ("adapter_parameters", 0)),
+            *(("wire_dtypes", ()), ("gradient_dtypes", ())),
+        )
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
     @classmethod
@@ -410,6 +468,16 @@ class Workload:
             collective=entry.text("collective") if entry.mentions("collective") else "ring",
             offload=entry.text("offload") if entry.mentions("offload") else "none",
             adapter_parameters=entry.integer("adapter_parameters") if entry.mentions("adapter_parameters") else 0,
+            wire_dtypes=tuple(_link_dtypes(entry)),
+            gradient_dtypes=tuple(entry.items("gradient_dtypes")) if entry.mentions("gradient_dtypes") else (),
         )
         entry.close()
         return workload
+
+
+def _link_dtypes(entry: Fields) -> Iterator[LinkDtypes]:
+    for index, row in enumerate(entry.items("wire_dtypes") if entry.mentions("wire_dtypes") else ()):
+        if not isinstance(row, list) or len(row) != 4 or not all(isinstance(each, str) for each in row):
+            where = f"{entry.at('wire_dtypes')}[{index}]"
+            raise UserError(f"{where}: must be [sender, receiver, codec of activations, codec of their gradients]")
+        yield LinkDtypes(*row)

@@ -21,6 +21,7 @@ from skippipe.value_ranges import (
     BUDGET_S,
     DRAWS,
     MICROBATCHES,
+    NATS,
     SAMPLES,
     SEED,
     SEQUENCE,
@@ -31,6 +32,7 @@ from skippipe.value_ranges import (
 )
 
 if TYPE_CHECKING:
+    from skippipe.planner.codec_prices import CodecBudget
     from skippipe.planner.problem import Placement, Problem
     from skippipe.timeline import Timing
 
@@ -157,6 +159,18 @@ class SweepOptions:
         workload_option(f"Activations on the wire: {', '.join(CODECS)}; or all that will do, as in bf16,int8.", "bf16"),
     ] = None
     gradients: Annotated[str | None, workload_option("Weight gradients on the wire, likewise.", "fp32")] = None
+    nats: Annotated[
+        str | None,
+        workload_option(
+            "Loss that codecs may add: every link and stage gets one of its own, of those of --wire and --gradients or "
+            "else of all that have a price, so that iterations are shortest. 'sweep' takes several: 0,0.005,0.01.",
+            "no choice: the smallest of --wire and of --gradients everywhere",
+        ),
+    ] = None
+    prices: Annotated[
+        Path | None,
+        workload_option("What codecs cost your model, in nats: a TOML file.", "what we have measured"),
+    ] = None
     lora: Annotated[
         int | None,
         Range(0, 100_000),
@@ -313,7 +327,13 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     )
     if options.lora:
         workload = replace(workload, adapter_parameters=workload.model.adapter_parameters(options.lora))
-    return problem_of(
+    budget: CodecBudget | None = None
+    if options.nats is not None:
+        budget = codec_budget(options, *numbers_of(options.nats, "--nats", NATS, most=1))
+        workload = replace(workload, wire_dtype=budget.usual[0], gradient_dtype=budget.usual[1])
+    elif options.prices:
+        raise UserError("--prices: would have no effect without --nats, what codecs may cost; leave it out")
+    problem = problem_of(
         cluster,
         workload,
         PlanSpec(
@@ -330,6 +350,30 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
         ),
         example,
     )
+    return replace(problem, codec_budget=budget) if budget else problem
+
+
+def codec_budget(options: SweepOptions, nats: float) -> CodecBudget:
+    """What codecs may cost, of those that the options name."""
+    from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget, read_prices
+    from skippipe.planner.problem_spec import codecs_of
+
+    prices = read_prices(options.prices) if options.prices else DEFAULT_PRICES
+    accepted = codecs_of(options.wire, "--wire"), codecs_of(options.gradients, "--gradients")
+    return CodecBudget.of(nats, prices, *accepted)
+
+
+def numbers_of(text: str, place: str, within: Range, most: int | None = None) -> list[float]:
+    """Numbers of a list such as 0,0.005,0.01; at most so many of them."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(f"{place}: '{text}' is not a number, nor a list such as 0,0.005,0.01; give {within}") from None
+    for each in found:
+        within.check(each, place)
+    if most is not None and len(found) > most:
+        raise UserError(f"{place}: {len(found)} numbers, and one plan has one; 'skippipe sweep' takes several")
+    return found
 
 
 def timing_of(contention_only: bool | None, default_timing: Timing) -> Timing:

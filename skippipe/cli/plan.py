@@ -283,6 +283,7 @@ class Gains:
 def summary(plan: Plan, took_s: float) -> dict[str, Any]:
     from skippipe.cost_model import seconds
     from skippipe.planner.whatif.advisor import left_out
+    from skippipe.report.summary import codecs_text
     from skippipe.simulator import simulate
     from skippipe.timeline import Timing
 
@@ -300,6 +301,7 @@ def summary(plan: Plan, took_s: float) -> dict[str, Any]:
         "contention_only_s": plain.iteration_s,
         "collision_s": expected.collision_s,
         "bytes_moved": expected.bytes_moved,
+        "codecs": codecs_text(plan),
         "nodes_used": len(plan.stage_of),
         "left_out": {plan.cluster.nodes[node].name: why for why, nodes in left_out(plan).items() for node in nodes},
         "lower_bound_s": None if plan.lower_bound_ns is None else seconds(plan.lower_bound_ns),

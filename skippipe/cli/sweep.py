@@ -17,6 +17,8 @@ from skippipe.cli.options import (
     ProblemOptions,
     Seed,
     SweepOptions,
+    codec_budget,
+    numbers_of,
     option,
     pipeline_option,
     problem_from,
@@ -27,12 +29,12 @@ from skippipe.cli.plan import search_plan, show_table, summary
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import check_output, json_text, write_text
 from skippipe.terminal import interruptible
-from skippipe.value_ranges import Range
+from skippipe.value_ranges import NATS, Range
 
 if TYPE_CHECKING:
     from skippipe.plan import Plan
     from skippipe.planner.problem import Problem
-    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade
+    from skippipe.planner.sweep import CodecPoint, InfeasiblePoint, SweepPoint, Trade
     from skippipe.report.summary import Table
 
 LOSS, OUTPUT = "Time against loss", "Output"
@@ -79,7 +81,7 @@ def sweep(
     strategy: SkippingStrategy = "best",
     budget: Budget = 20,
     seed: Seed = 0,
-    png: Annotated[Path | None, option(OUTPUT, "Draw seconds against share skipped.")] = None,
+    png: Annotated[Path | None, option(OUTPUT, "Draw seconds against share skipped, or against nats.")] = None,
     html: Annotated[Path | None, option(OUTPUT, "The same and the table as a page that needs no other file.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -93,11 +95,21 @@ def sweep(
     skips less and is faster. All have about as many microbatches; where they do not divide (CC3), they are rounded up.
     The budget is for each plan.
 
+    With several --nats it plans for each of these instead, with as many stages skipped as is usual: what a loss by
+    smaller codecs buys.
+
     Example: skippipe sweep published20 --stages 4-6 --penalty 0.3 --png sweep.png
     """
     files = [path for path in (output, png, html) if path]
     for path in files:
         check_output(path, Path(cluster), overwrite=overwrite)
+    if options.nats is not None and "," in options.nats:
+        for name, value in (("--penalty", penalty), ("--doubling", doubling)):
+            if value is not None:
+                raise UserError(f"{name}: weighs what skipping costs, and several --nats skip alike: leave one out")
+        found = _codec_points(cluster, stages, options, strategy=strategy, seed=seed, budget_s=budget)
+        _show_codecs(*found, output, png, html, as_json=as_json)
+        return
     if penalty == 0 and doubling is not None:
         raise UserError("--doubling: says what a penalty costs in tokens, and --penalty 0 has none: leave one out")
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, stages_of
@@ -105,8 +117,8 @@ def sweep(
     from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts
     from skippipe.planner.sweep import sweep as swept
 
-    found, example = cluster_named(cluster)
-    default_stages = stages_of(found, PlanSpec(layers=options.layers), example)
+    known, example = cluster_named(cluster)
+    default_stages = stages_of(known, PlanSpec(layers=options.layers), example)
     counts = stage_counts(stages) if stages else [default_stages]
     rows: list[dict[str, Any]] = []
 
@@ -140,7 +152,7 @@ def sweep(
             "best": point is winner,
         }
     table = _sweep_table(rows, points[0])
-    title = f"{found.name}: {len(found)} nodes, {rows[0]['timing']} timing"
+    title = f"{known.name}: {len(known)} nodes, {rows[0]['timing']} timing"
     verdict = _verdict(winner, trade, measured=penalty is None)
     if png or html:
         from skippipe.report.skip_tradeoff import Tradeoff, write_page, write_png
@@ -222,3 +234,88 @@ def _verdict(winner: SweepPoint, trade: Trade, *, measured: bool) -> str:
     if not measured:
         return f"{said} ({penalty})"
     return f"{said} (measured {penalty} all along; --penalty sets another; 0: only time counts)"
+
+
+def _codec_points(
+    cluster: str, stages: str | None, options: SweepOptions, *, strategy: str, seed: int, budget_s: float
+) -> tuple[list[CodecPoint], list[dict[str, Any]]]:
+    """A plan for each of several --nats, and its row."""
+    from skippipe.planner.strategies import PlanRequest
+    from skippipe.planner.sweep import stage_counts, sweep_codecs
+
+    counts = stage_counts(stages) if stages else [None]
+    if len(counts) > 1:
+        raise UserError("--stages: with several --nats give one number of stages")
+    budgets = [codec_budget(options, each) for each in sorted(set(numbers_of(options.nats or "", "--nats", NATS)))]
+    problem = problem_from(cluster, ProblemOptions(**{**vars(options), "nats": None, "prices": None}, stages=counts[0]))
+    took_s: dict[Plan, float] = {}
+    with interruptible() as stopped:
+
+        def planned(problem: Problem) -> Plan:
+            plan, took = search_plan(problem, strategy, PlanRequest(seed, budget_s), stopped)
+            took_s[plan] = took
+            return plan
+
+        points = sweep_codecs(problem, budgets, planned, lambda: bool(stopped))
+    rows = []
+    for point in points:
+        row = summary(point.plan, took_s.get(point.plan, 0.0))
+        shares = {"budget_nats": point.budget, "nats": point.nats, "ratio": point.iteration_s / points[0].iteration_s}
+        rows.append(shares | row)
+    return points, rows
+
+
+def _show_codecs(
+    points: list[CodecPoint],
+    rows: list[dict[str, Any]],
+    output: Path | None,
+    png: Path | None,
+    html: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    from skippipe.report.summary import Table
+
+    plan = points[0].plan
+    title = f"{plan.cluster.name}: {len(plan.cluster)} nodes, {rows[0]['timing']} timing"
+    headings = (
+        "nats\nallowed",
+        "nats\nspent",
+        "iteration",
+        "against\nfirst",
+        "samples\n/ s",
+        "moved\nGB",
+        "nodes",
+        "codecs",
+    )
+    cells = [
+        [
+            *(f"{row['budget_nats']:g}", f"{row['nats']:.2g}", f"{row['iteration_s']:.2f} s", f"{row['ratio']:.2f}"),
+            *(f"{row['samples_per_s']:.2f}", f"{row['bytes_moved'] / 1e9:.1f}", str(row["nodes_used"]), row["codecs"]),
+        ]
+        for row in rows
+    ]
+    table = Table("Plans", "", headings, cells)
+    last = points[-1]
+    verdict = (
+        f"{last.nats:.2g} nats take {1 - last.iteration_s / points[0].iteration_s:.0%} off the iteration: "
+        f"{points[0].iteration_s:.2f} s to {last.iteration_s:.2f} s"
+    )
+    if png or html:
+        from skippipe.report.codec_tradeoff import write_page, write_png
+
+        if png:
+            write_png(points, title, png)
+        if html:
+            write_page(points, title, verdict, table, html)
+    if output:
+        write_text(output, json_text(rows) + "\n")
+    if as_json:
+        print(json.dumps(rows))
+        return
+    print(title)
+    show_table(table)
+    files = [path for path in (output, png, html) if path]
+    if files:
+        print(f"written to {', '.join(map(str, files))}")
+    print(verdict)

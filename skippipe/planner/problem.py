@@ -18,6 +18,7 @@ from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
+from skippipe.planner.codec_prices import CodecBudget
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -59,6 +60,8 @@ class Problem:
     layers: tuple[int, ...] = field(default=(), repr=False)
     """Layers of each stage; empty: as even as can be."""
     decision_variables: DecisionVariables = DecisionVariables()
+    codec_budget: CodecBudget | None = None
+    """What codecs may cost that are chosen for each link and stage; None: the workload has them."""
 
     def __post_init__(self) -> None:
         nodes = len(self.cluster)

@@ -99,13 +99,17 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
 
 def fastest_of(types: str | None, name: str) -> str | None:
     """Of the accepted codecs, the one with the fewest bytes: no plan is faster with another."""
-    if types is None:
-        return None
-    accepted = [each.strip() for each in types.split(",")]
+    accepted = codecs_of(types, name)
+    return smallest(accepted) if accepted else None
+
+
+def codecs_of(types: str | None, name: str) -> list[str]:
+    """Codecs of a list such as bf16,int8."""
+    accepted = [each.strip() for each in types.split(",")] if types is not None else []
     for each in accepted:
         if each not in CODECS:
             raise UserError(f"{name}: '{each}' is none of {', '.join(CODECS)}")
-    return smallest(accepted)
+    return accepted
 
 
 def stages_of(cluster: Cluster, plan_spec: PlanSpec, example: Example | None = None) -> int:

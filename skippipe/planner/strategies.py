@@ -29,6 +29,8 @@ from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.bounds.lower_bound import Bound, lower_bound
 from skippipe.planner.cbs import LaneAgent, PathSearch
+from skippipe.planner.codec_choice import choose_codecs
+from skippipe.planner.codec_prices import CodecBudget
 from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings
 from skippipe.planner.repair.repair import repaired
@@ -105,6 +107,29 @@ class _Incumbent:
 
 def make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Plan:
     """A valid plan with its promised timeline; Infeasible if there is none."""
+    if problem.codec_budget is None:
+        return _make_plan(problem, strategy, request)
+    return _with_codecs(problem, problem.codec_budget, strategy, request)
+
+
+def _with_codecs(problem: Problem, budget: CodecBudget, strategy: Strategy, request: PlanRequest) -> Plan:
+    """A plan whose codecs are chosen, too: the search knows the smallest, or those that can be had everywhere."""
+    works = budget.workloads(problem.workload, problem.visited, problem.sizes, problem.layers)
+    searched = [replace(problem, workload=work, codec_budget=None) for work in works]
+    each = replace(request, budget_s=request.budget_s / len(works), changes=request.changes / len(works), bound_s=0.0)
+    plans: list[Plan] = []
+    for number, one in enumerate(searched):
+        if not plans or not request.stopped():
+            found = _make_plan(one, strategy, each)
+            request.progress("choosing codecs", (number + 1) / len(works), seconds(iteration_ns(found)))
+            plans.append(choose_codecs(found, budget, problem.timing))
+    best = min(plans, key=iteration_ns)
+    usual = replace(works[0], gradient_dtype=budget.usual[1])
+    same_memory = (replace(searched[0], workload=usual).costs.slots == searched[0].costs.slots).all()
+    return _bounded(searched[0], best, request) if request.bound_s and same_memory else best
+
+
+def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Plan:
     if strategy is Strategy.DTFM:
         problem = full_pipeline(problem)
     request.progress("compiling (once on a machine)", 0, None)
@@ -434,7 +459,7 @@ def iteration_ns(plan: Plan) -> int:
 
 def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
     """Whether every hop of every path has a link there and back."""
-    transmit_ns = problem.costs.transmit_ns
+    transmit_ns = problem.costs.transmit_ns[0]
     hops = [hop for path in paths for hop in circle(path)]
     return all(max(transmit_ns[a, b], transmit_ns[b, a]) < NEVER_NS for a, b in hops)
 

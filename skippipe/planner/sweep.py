@@ -1,4 +1,4 @@
-"""Sweeps over the shape of a problem: numbers of stages and of skipped ones, and batch sizes.
+"""Sweeps over the shape of a problem: numbers of stages and of skipped ones, batch sizes, and what codecs may cost.
 
 Skipping makes an iteration shorter and trains the model a little less in it. Both are put into one figure, the time to
 the same loss: what skipping adds to the loss has to be made up by more tokens. How much it adds, and what tokens take
@@ -14,11 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import pairwise
 
 from skippipe.errors import UserError
 from skippipe.plan import Plan
+from skippipe.planner.codec_choice import choose_codecs
+from skippipe.planner.codec_prices import CodecBudget, plan_nats
 from skippipe.planner.problem import Problem, lane_unit
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.strategies import PlanRequest, Strategy, iteration_ns, make_plan
 
 MOST_STAGES = 1_000
 
@@ -141,6 +144,44 @@ def efficient(points: Sequence[SweepPoint]) -> list[bool]:
 def best(points: Sequence[SweepPoint], trade: Trade) -> SweepPoint:
     """The fastest point at the same loss; of equals the one that skips least."""
     return min(points, key=lambda point: (point.same_loss_s(trade), point.skipped))
+
+
+@dataclass(frozen=True)
+class CodecPoint:
+    """The plan for a budget of nats."""
+
+    budget: float
+    nats: float
+    """What the codecs of the plan cost."""
+    plan: Plan
+
+    @property
+    def iteration_s(self) -> float:
+        assert self.plan.expected is not None
+        return self.plan.expected.iteration_s
+
+
+def sweep_codecs(
+    problem: Problem,
+    budgets: Sequence[CodecBudget],
+    planned: Callable[[Problem], Plan],
+    stopped: Callable[[], bool] = lambda: False,
+) -> list[CodecPoint]:
+    """A plan for each budget, the least first. Each may take over the paths that were found for a larger one, with
+    codecs for its own, and a plan for a smaller one as it is: more nats never make it slower."""
+    points: list[CodecPoint] = []
+    for budget in sorted(budgets, key=lambda each: -each.nats):
+        if points and stopped():
+            break
+        rivals = [planned(replace(problem, codec_budget=budget))]
+        rivals += [choose_codecs(point.plan, budget, problem.timing) for point in points[-1:]]
+        best = min(rivals, key=iteration_ns)
+        points.append(CodecPoint(budget.nats, plan_nats(best, budget.prices), best))
+    points.reverse()
+    for at, (less, point) in enumerate(pairwise(points), 1):
+        if less.iteration_s < point.iteration_s:
+            points[at] = replace(points[at - 1], budget=point.budget)
+    return points
 
 
 MOST_SIZES = 6

@@ -5,13 +5,16 @@ The grid has the stages of nodes, the paths of lanes, and the promise.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from skippipe import constraints
+from skippipe.codecs import gradient_codec
 from skippipe.cost_model import seconds
 from skippipe.plan import Plan
+from skippipe.planner.codec_prices import message_shares, stage_shares
 from skippipe.timeline import Timeline, Timing, ranges_text
 
 NOTHING = "–"  # in a cell without a figure
@@ -37,7 +40,31 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         ("skipped", f"{plan.skipped:.0%} of the stages, on average"),
         ("dispatch", str(plan.dispatch)),
         ("backward", "split: weight gradients fill idle time" if plan.split_backward else "whole"),
+        ("codecs", codecs_text(plan)),
     ]
+
+
+def codecs_text(plan: Plan) -> str:
+    """Which codecs hops have, by their share of the values, and which each stage averages with."""
+    work, links = plan.workload, set()
+    parts: defaultdict[str, float] = defaultdict(float)
+    for (kind, a, b), share in message_shares(plan).items():
+        codec = plan.hop_dtype(a, b, backward=bool(kind))
+        parts[codec] += share / 2
+        links |= {(a, b)} if codec != (work.wire_dtype, gradient_codec(work.wire_dtype))[kind] else set()
+    hops = ", ".join(f"{codec} {share:.0%}" for codec, share in sorted(parts.items(), key=lambda part: -part[1]))
+    hops = f"{hops} of the values (others than {work.wire_dtype} on {len(links)} links)" if links else work.wire_dtype
+    stages: dict[str, list[int]] = {}
+    for stage in stage_shares(plan):
+        stages.setdefault(work.stage_gradient_dtype(stage), []).append(stage)
+    averaged = (f"{codec} on {stages_text(numbers)}" for codec, numbers in stages.items())
+    return (
+        f"hops {hops}; gradients {', '.join(averaged) if len(stages) > 1 else next(iter(stages), work.gradient_dtype)}"
+    )
+
+
+def stages_text(numbers: Sequence[int]) -> str:
+    return f"stage{'s' * (len(numbers) > 1)} {ranges_text(numbers)}"
 
 
 def timeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
@@ -101,7 +128,7 @@ def plan_grid(plan: Plan) -> str:
         f"{plan.strategy}: {len(plan.stage_of)} nodes, {len(plan.stages)} stages, {plan.microbatches} microbatches, "
         f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}" + ", split backward" * plan.split_backward
     )
-    blocks = [[header], _nodes(plan), _lanes(plan), *_visits(plan)]
+    blocks = [[header, f"codecs: {codecs_text(plan)}"], _nodes(plan), _lanes(plan), *_visits(plan)]
     if plan.expected is not None:
         figures = timeline_figures(plan.expected)
         blocks.append(["promise", *_table([[f"  {name}", value] for name, value in figures])])

@@ -88,7 +88,8 @@ class StageExecutor:
         self._recipe = recipe or SkipSchedule()
         self._microbatches = workload.microbatches
         self._packing = packing
-        self._averager = make_averager(tasks.weights.gradient, workload.gradient_dtype, workload.offload != "none")
+        codec = workload.stage_gradient_dtype(stage)
+        self._averager = make_averager(tasks.weights.gradient, codec, workload.offload != "none")
         self._averaged: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._snapshot: Tensor | None = None
@@ -99,6 +100,7 @@ class StageExecutor:
         """The next backup, as far as it has come."""
         self._hop_values = workload.activation_bytes // 4
         self._wire_dtype, self._back_dtype = workload.wire_dtype, gradient_codec(workload.wire_dtype)
+        self._wire_dtypes = workload.hop_dtypes
         self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
 
     def run(self, work: Op) -> Any:
@@ -155,7 +157,7 @@ class StageExecutor:
             return False
         if isinstance(header, GradientPiece):
             return self._averager.fits(body, expected, expected.transfers[header.transfer].piece)
-        return body.shape == self._shape and body.dtype in (self._wire_dtype, self._back_dtype)
+        return body.shape == self._shape and body.dtype in self._wire_dtypes
 
     def _check_finite(self) -> bool:
         gradient = self.tasks.weights.gradient
@@ -273,7 +275,9 @@ class StageExecutor:
             tokens, _ = self._batch(task)
             assert self._sampler is not None
             starts = self._sampler.starts(task.iteration, task.data)
-            return OpResult(self._encode_hop(self.tasks.begin(key, tokens, self._on_device(starts)), starts))
+            return OpResult(
+                self._encode_hop(self.tasks.begin(key, tokens, self._on_device(starts)), task.wire_dtype, starts)
+            )
         if task.is_weights:
             self.tasks.weight_gradients(key, counts=task.counts)
             return NO_RESULT
@@ -282,27 +286,28 @@ class StageExecutor:
             residual_scale = self._recipe.residual_scale(len(self._layers), task.length)
             starts = self._starts(task.given)
             outputs = self.tasks.forward(key, given, residual_scale, self._on_device(starts))
-            return OpResult(self._encode_hop(outputs, starts))
+            return OpResult(self._encode_hop(outputs, task.wire_dtype, starts))
         if task.step == task.length:
             _, labels = self._batch(task)
             assert self._sampler is not None
             early, share = self._recipe.early_exit, self._sampler.share(task.iteration, task.data)
             loss, gradient = self.tasks.head(key, given, labels, early=early, share=share, counts=task.counts)
-            return OpResult(self._encode_hop_back(gradient), loss)
+            return OpResult(self._encode_hop(gradient, task.wire_dtype or self._back_dtype), loss)
         back = self.tasks.backward(key, given, counts=task.counts)
-        return NO_RESULT if back is None else OpResult(self._encode_hop_back(back))
+        return NO_RESULT if back is None else OpResult(self._encode_hop(back, task.wire_dtype or self._back_dtype))
 
     def _evaluate(self, task: EvaluateSamples) -> OpResult:
         if 0 < task.step < task.length:
             starts = self._starts(task.given)
             outputs = self.tasks.evaluate(self._decode_hop(task.given), self._on_device(starts))
-            return OpResult(self._encode_hop(outputs, starts))
+            return OpResult(self._encode_hop(outputs, "", starts))
         assert self._held_out is not None, "only data nodes read text"
         inputs, labels = self._held_out.batch(0, task.microbatch)
         if task.step == 0:
             starts = self._held_out.starts(0, task.microbatch)
             tokens = torch.from_numpy(inputs).to(self.tasks.device)
-            return OpResult(self._encode_hop(self.tasks.evaluate(tokens, self._on_device(starts)), starts))
+            outputs = self.tasks.evaluate(tokens, self._on_device(starts))
+            return OpResult(self._encode_hop(outputs, "", starts))
         targets = torch.from_numpy(labels).to(self.tasks.device)
         loss = self.tasks.evaluate_head(self._decode_hop(task.given), targets)
         return OpResult(None, loss, int((labels >= 0).sum()))
@@ -312,17 +317,12 @@ class StageExecutor:
         inputs, labels = self._sampler.batch(task.iteration, task.data)
         return torch.from_numpy(inputs).to(self.tasks.device), torch.from_numpy(labels).to(self.tasks.device)
 
-    def _encode_hop(self, tensor: Tensor, starts: Starts | None = None) -> Any:
+    def _encode_hop(self, tensor: Tensor, dtype: str, starts: Starts | None = None) -> Any:
         """What goes to the next node; with conversations, activations say where they begin."""
+        dtype = dtype or self._wire_dtype
         if starts is not None:
-            return replace(encode(tensor, self._wire_dtype, share=True), starts=np.packbits(starts).tobytes())
-        return self._encoded(tensor, self._wire_dtype)
-
-    def _encode_hop_back(self, gradient: Tensor) -> Any:
-        return self._encoded(gradient, self._back_dtype)
-
-    def _encoded(self, tensor: Tensor, codec: str) -> Any:
-        return encode(tensor, codec, share=True) if self._packing else CODECS[codec].rounded(tensor)
+            return replace(encode(tensor, dtype, share=True), starts=np.packbits(starts).tobytes())
+        return encode(tensor, dtype, share=True) if self._packing else CODECS[dtype].rounded(tensor)
 
     def _starts(self, given: Any) -> Starts | None:
         """Where conversations begin in activations that came."""
@@ -337,11 +337,9 @@ class StageExecutor:
 
     def _decode_hop(self, given: Any) -> Tensor:
         if isinstance(given, EncodedTensor):
-            wire = self._wire_dtype
-            if given.shape != self._shape or given.dtype not in (wire, self._back_dtype):
-                raise ValueError(
-                    f"a {given.dtype} tensor of shape {list(given.shape)} came instead of {wire} {list(self._shape)}"
-                )
+            if given.shape != self._shape or given.dtype not in self._wire_dtypes:
+                wanted = f"{' or '.join(sorted(self._wire_dtypes))} {list(self._shape)}"
+                raise ValueError(f"a {given.dtype} tensor of shape {list(given.shape)} came instead of {wanted}")
             return decode(given, self.tasks.device)
         tensor: Tensor = given
         return tensor.float()

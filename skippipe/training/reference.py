@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS, gradient_codec
+from skippipe.codecs import CODECS
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
@@ -92,7 +92,7 @@ class ReferenceTrainer:
             hidden, packed = torch.from_numpy(inputs).to(self.device), held_out.starts(0, microbatch)
             starts = None if packed is None else torch.from_numpy(packed).to(self.device)
             for stage in self.stages:
-                hidden = self._hop(stage.evaluate(hidden, starts))
+                hidden = rounded(stage.evaluate(hidden, starts), self.plan.workload.wire_dtype)
             losses.append(float(self.stages[0].evaluate_head(hidden, torch.from_numpy(labels).to(self.device))))
             counts.append(int((labels >= 0).sum()))
         return math.fsum(loss * count for loss, count in zip(losses, counts, strict=True) if count) / sum(counts)
@@ -100,28 +100,32 @@ class ReferenceTrainer:
     def _forward_backward(self, plan: Plan, iteration: int, lane: int, microbatch: int) -> Tensor:
         inputs, labels = self.sampler.batch(iteration, plan.microbatch(lane, microbatch))
         key = lane, microbatch
+        nodes = plan.lanes[lane].path
         path = plan.visits(plan.lanes[lane])
+        following = (*nodes[1:], nodes[0])
         residual_scale = self.recipe.residual_scale(len(self.stages), len(path))
         data_stage = self.stages[path[0]]
         data = plan.microbatch(lane, microbatch)
         packed, share = self.sampler.starts(iteration, data), self.sampler.share(iteration, data)
         starts = None if packed is None else torch.from_numpy(packed).to(self.device)
-        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts))
-        for stage in path[1:]:
-            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale, starts))
+        hidden = data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts)
+        for node, after, stage in zip(nodes, following, (*path[1:], None), strict=True):
+            hidden = rounded(hidden, plan.hop_dtype(node, after, backward=False))
+            if stage is not None:
+                hidden = self.stages[stage].forward(key, hidden, residual_scale, starts)
         targets = torch.from_numpy(labels).to(self.device)
         loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)
-        for stage in reversed(path):
-            back = self.stages[stage].backward(key, self._hop_back(gradient))
+        for node, before, stage in reversed(list(zip(nodes, following, path, strict=True))):
+            given = rounded(gradient, plan.hop_dtype(before, node, backward=True))
+            back = self.stages[stage].backward(key, given)
             gradient = gradient if back is None else back
         return loss
-
-    def _hop(self, tensor: Tensor) -> Tensor:
-        return CODECS[self.plan.workload.wire_dtype].rounded(tensor).float()
-
-    def _hop_back(self, gradient: Tensor) -> Tensor:
-        return CODECS[gradient_codec(self.plan.workload.wire_dtype)].rounded(gradient).float()
 
     def weights(self) -> dict[str, Tensor]:
         """All that are trained."""
         return {name: each.detach() for stage in self.stages for name, each in stage.model.trained_weights()}
+
+
+def rounded(tensor: Tensor, codec: str) -> Tensor:
+    """A tensor after a hop."""
+    return CODECS[codec].rounded(tensor).float()

@@ -164,6 +164,13 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
         plan["split_backward"] = split
     microbatches = sum(lane["microbatches"] for lane in plan["lanes"])
     plan["workload"]["microbatches"] = microbatches + draw(st.sampled_from([0, 0, 0, 1]))
+    codecs = st.sampled_from(["fp32", "bf16", "int8"])
+    if draw(st.booleans()):
+        plan["workload"]["gradient_dtypes"] = draw(st.lists(codecs, min_size=count, max_size=count))
+    link, ends = st.tuples(*[st.sampled_from(names)] * 2, codecs, codecs), lambda row: row[:2]
+    links = draw(st.sampled_from([(), draw(st.lists(link, min_size=1, max_size=40, unique_by=ends))]))
+    if links:
+        plan["workload"]["wire_dtypes"] = [list(each) for each in links]
     costs = oracle.costs(plan)
     for node in plan["cluster"]["nodes"]:
         held = costs.nodes[node["name"]].stage if node["name"] in costs.nodes else 0

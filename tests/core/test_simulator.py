@@ -57,7 +57,7 @@ def alone_ns(plan: Plan, lane: Lane) -> int:
     costs = plan.costs
     backward_ns = costs.input_ns if plan.split_backward else costs.backward_ns
     around = [*lane.path, lane.path[0]]
-    hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in pairwise(around))
+    hops = sum(costs.round_trip_ns(a, b) for a, b in pairwise(around))
     tasks = sum(int((costs.forward_ns + backward_ns)[plan.stage_of[node], node]) for node in lane.path)
     return hops + tasks + int(costs.head_ns[lane.path[0]])
 
@@ -223,7 +223,7 @@ def limited(upload: float | None, download: float | None, *lanes: tuple[int, int
 
 def test_two_messages_to_different_nodes_share_the_upload() -> None:
     plan, second = limited(1e5, None, (0, 2), (0, 3))
-    forward_ns, busy_ns = int(plan.costs.forward_ns[0, 0]), int(plan.costs.upload_ns[0])
+    forward_ns, busy_ns = int(plan.costs.forward_ns[0, 0]), int(plan.costs.upload_ns[0, 0, 2])
     assert forward_ns < busy_ns  # the second message leaves while the first is on its way
     hop_ns = int(plan.costs.hop_ns[0, 2])
     assert second[0].ready_ns == forward_ns + hop_ns
@@ -232,7 +232,7 @@ def test_two_messages_to_different_nodes_share_the_upload() -> None:
 
 def test_two_messages_of_different_nodes_share_the_download() -> None:
     plan, second = limited(None, 1e5, (0, 2), (1, 2))
-    forward_ns, busy_ns = int(plan.costs.forward_ns[0, 0]), int(plan.costs.download_ns[2])
+    forward_ns, busy_ns = int(plan.costs.forward_ns[0, 0]), int(plan.costs.download_ns[0, 0, 2])
     hop_ns = int(plan.costs.hop_ns[0, 2])
     assert second[0].ready_ns == forward_ns + hop_ns
     assert second[1].ready_ns == forward_ns + busy_ns + hop_ns
@@ -293,7 +293,7 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
     for (a, b), times in arrivals.items():
         if plan.cluster.nodes[b].download_bytes_per_s:
             continue
-        gap = int(plan.costs.transmit_ns[a, b])
+        gap = int(plan.costs.transmit_ns[:, a, b].min())
         assert all(second - first >= gap for first, second in pairwise(sorted(times)))
 
 

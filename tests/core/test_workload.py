@@ -68,7 +68,7 @@ def test_published_costs() -> None:
     assert set(costs.backward_ns.ravel()) == {660_000_000}
     assert set(costs.head_ns) == {110_000_000}
     assert set(costs.slots.ravel()) == {3}
-    assert costs.activation_bytes == 33_554_648
+    assert (costs.hop_bytes == 33_554_648).all()
     belgium, canada = 0, 1
     assert seconds(costs.hop_ns[belgium, canada]) == pytest.approx(1.9615622573571703, abs=2e-9)
     nl, london = example.cluster.number["nl-0"], example.cluster.number["london-0"]

@@ -22,7 +22,7 @@ class With:
     """Here the value is refused: there is no GPU, no hub, and a run without adapters and held-out loss."""
 
 
-WORKLOAD = {
+WORKLOAD: dict[str, str | With] = {
     "--contention-only": "",
     "--layers": "4,4,8,8",
     "--dispatch": "backward-first",
@@ -33,6 +33,8 @@ WORKLOAD = {
     "--microbatches": "24",
     "--wire": "int8",
     "--gradients": "bf16",
+    "--nats": "0.001",
+    "--prices": With("prices.toml", "--nats 0.001"),
     "--max-slots": "2",
     "--checkpointing": "",
     "--lora": "16",
@@ -289,6 +291,10 @@ REFUSED = {
     "plan five-sites:5 --strategy skippipe --start plan.json": "--start is for the strategy best",
     "plan five-sites:5 --strategy skippipe --robust 0.2": "--robust",
     "sweep five-sites:5 --penalty 0 --doubling 0.2": "--doubling: ",
+    "sweep five-sites:5 --nats 0,0.1 --penalty 1": "--penalty: ",
+    "sweep five-sites:5 --nats 0,0.1 --stages 3,4": "--stages: ",
+    "plan five-sites:5 --nats 0,0.1": "--nats: 2 numbers",
+    "plan five-sites:5 --prices prices.toml": "--prices: would have no effect",
     "simulate plan.json --draws 3": "--draws: goes with --jitter",
     "simulate plan.json --seed 3": "--seed: goes with --jitter",
     "why plan.json --changes 0 --no-replanning": "--no-replanning: ",

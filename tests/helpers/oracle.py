@@ -33,7 +33,7 @@ class Node:
 @dataclass(frozen=True)
 class Costs:
     nodes: dict[str, Node]  # those in a stage, in the order of the cluster
-    activation_bytes: int
+    hop_bytes: dict[bool, dict[Link, int]]  # of activations, and (True) of their gradients
     gradient_bytes: list[int]  # by stage, like the next two
     fixed_bytes: list[int]
     held_bytes: list[int]
@@ -78,8 +78,9 @@ def costs(plan: Json) -> Costs:
     parameters[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
     adapters, share = work.get("adapter_parameters", 0), work.get("weight_share", 0.5)
     trained = [stage["layers"] * adapters for stage in stages] if adapters else parameters
-    kept = 20 if work["gradient_dtype"] == "fp32" else 24
-    fixed_bytes = [kept * count + (layer_bytes if checkpointing else 0) for count in trained]
+    gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
+    kept = [20 if dtype == "fp32" else 24 for dtype in gradient_dtypes]
+    fixed_bytes = [each * count + checkpointing * layer_bytes for each, count in zip(kept, trained, strict=True)]
     if adapters:
         linear = [stage["layers"] * (attention + (3 * d * f if e == 1 else 0)) for stage in stages]
         linear[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
@@ -127,11 +128,17 @@ def costs(plan: Json) -> Costs:
         {node["name"]: node[f"{way}_bytes_per_s"] for node in cluster["nodes"] if f"{way}_bytes_per_s" in node}
         for way in ("upload", "download")
     ]
+    hop_dtypes = {way: dict.fromkeys(links, work["wire_dtype"]) for way in (False, True)}
+    for sender, receiver, forward, backward in work.get("wire_dtypes", []):
+        hop_dtypes[False][sender, receiver], hop_dtypes[True][sender, receiver] = forward, backward
     delays = [latency + cluster.get("hop_overhead_s", 0) for latency in chain(*cluster["latency_s"])]
     return Costs(
         nodes={node["name"]: node_costs(node, stage_of[node["name"]]) for node in placed},
-        activation_bytes=wire(n * t * d, work["wire_dtype"]) + work["header_bytes"],
-        gradient_bytes=[wire(count, work["gradient_dtype"]) for count in trained],
+        hop_bytes={
+            way: {link: wire(n * t * d, dtype) + work["header_bytes"] for link, dtype in each.items()}
+            for way, each in hop_dtypes.items()
+        },
+        gradient_bytes=[wire(count, dtype) for count, dtype in zip(trained, gradient_dtypes, strict=True)],
         fixed_bytes=fixed_bytes,
         held_bytes=held_bytes,
         bandwidth=dict(zip(links, chain(*cluster["bandwidth_bytes_per_s"]), strict=True)),
@@ -224,7 +231,6 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
     running: dict[str, Task] = {}
     flying: list[tuple[int, int, Link, Task]] = []  # when the first byte comes, lane, link, what the message is for
     done: list[Task] = []
-    hop_bytes = cost.activation_bytes
     now = 0
     while waiting or running or flying:
         for ended in sorted((task for task in running.values() if task.end == now), key=lambda task: task.lane):
@@ -238,14 +244,14 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
                     waiting.append(task)
                     continue
                 link = (ended.node, task.node)
-                comes = network.first_byte(link, hop_bytes, now)
+                comes = network.first_byte(link, cost.hop_bytes[task.kind == "backward"][link], now)
                 flying.append((comes, task.lane, link, task))
             if ended.kind == "backward" and is_split(plan):
                 waiting.append(weights_of(ended))
         for message in sorted((message for message in flying if message[0] == now), key=lambda message: message[1]):
             flying.remove(message)
             comes, _, link, task = message
-            task.ready = network.arrival(link, hop_bytes, comes)
+            task.ready = network.arrival(link, cost.hop_bytes[task.kind == "backward"][link], comes)
             waiting.append(task)
         for node in cost.nodes.keys() - running.keys():
             room = held[node] < cost.nodes[node].slots
@@ -404,7 +410,8 @@ def simulate(plan: Json, timing: str) -> Json:
     sent: Counter[Link] = Counter()
     for lane in plan["lanes"]:
         for i, j in circle(lane["path"]):
-            sent.update(dict.fromkeys([(i, j), (j, i)], lane["microbatches"] * cost.activation_bytes))
+            sent[i, j] += lane["microbatches"] * cost.hop_bytes[False][i, j]
+            sent[j, i] += lane["microbatches"] * cost.hop_bytes[True][j, i]
     if timing == "full":
         ended = {name: max((task.end for task in tasks if task.node == name), default=0) for name in cost.nodes}
         transfers = average(plan, network, ended)

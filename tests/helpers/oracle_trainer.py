@@ -129,13 +129,13 @@ class Hop(torch.autograd.Function):
     """H of the page: rounds what goes forward and the gradient that comes back; itself it is not differentiated."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, wire: str) -> Tensor:
-        ctx.wire = wire
+    def forward(ctx: Any, values: Tensor, wire: str, wire_back: str) -> Tensor:
+        ctx.wire_back = wire_back
         return rounded(values, wire)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return rounded(gradients[0], ctx.wire), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return rounded(gradients[0], ctx.wire_back), None, None
 
 
 hop: Any = Hop.apply
@@ -158,7 +158,7 @@ class Trainer:
         self.microbatches = int(self.workload["microbatches"])
         self.samples = int(self.workload["samples_per_microbatch"])
         self.tokens = int(self.workload["sequence_tokens"])
-        self.wire: str = self.workload["wire_dtype"]
+        self.wire = {(i, j): both for i, j, *both in self.workload.get("wire_dtypes", [])}
         self.dtype = torch.bfloat16 if self.workload["compute_dtype"] == "bf16" else torch.float32
         self.ids = torch.from_numpy(np.asarray(ids).astype(np.int64))
         self.windows = (len(self.ids) - 1) // self.tokens
@@ -254,17 +254,23 @@ class Trainer:
         logits = self.model.lm_head(self.model.model.norm(x)).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    def microbatch(self, visits: list[int], inputs: Tensor, labels: Tensor) -> float:
+    def _dtypes(self, i: str, j: str) -> tuple[str, str]:
+        """Return the codecs of what goes from node i to j, and of its gradient, which comes from j to i."""
+        usual = [self.workload["wire_dtype"]] * 2
+        return self.wire.get((i, j), usual)[0], self.wire.get((j, i), usual)[1]
+
+    def microbatch(self, visits: list[int], path: list[str], inputs: Tensor, labels: Tensor) -> float:
         """Send one microbatch forward and backward, add to the gradients, and return its loss."""
+        wires = [self._dtypes(i, j) for i, j in zip(path, path[1:] + path[:1], strict=True)]
         scaled, c = self.recipe["residual"] == "scaled", (len(self.layers) - 1) / max(1, len(visits) - 1)
         self.balance.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16, cache_enabled=False):
             h = self._stage(0, self.model.model.embed_tokens(inputs)).float()
-            x = hop(h, self.wire)
-            for stage in visits[1:]:
+            x = hop(h, *wires[0])
+            for stage, wire in zip(visits[1:], wires[1:], strict=True):
                 x = x.to(self.dtype)
                 y = self._stage(stage, x)
-                x = hop((torch.lerp(x, y, c) if scaled else y).float(), self.wire)
+                x = hop((torch.lerp(x, y, c) if scaled else y).float(), *wire)
             loss = self._loss(x, labels)
             total = sum(self.balance, start=loss)
             if self.recipe["early_exit"] > 0:
@@ -283,7 +289,7 @@ class Trainer:
         for lane in plan["lanes"]:
             visits = [stage_of[node] for node in lane["path"]]
             for _ in range(lane["microbatches"]):
-                losses.append(self.microbatch(visits, *self.batch(i, len(losses))))
+                losses.append(self.microbatch(visits, lane["path"], *self.batch(i, len(losses))))
                 for stage in visits:
                     visitors[stage] += 1
         divisors = [self.microbatches if self.recipe["gradients"] == "all" else count for count in visitors]

@@ -20,7 +20,7 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, lane_unit
 from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timeline, Timing
-from skippipe.workload import ModelShape, Workload
+from skippipe.workload import LinkDtypes, ModelShape, Workload
 
 weight_shares = st.sampled_from([0.5, 0.2, 0.75])
 TINY = ModelShape("tiny", 8, 16, 2, 2, 8, 32, 64)
@@ -197,6 +197,7 @@ def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
     )
     if lost:
         members.insert(draw(st.integers(0, stages)), ())
+    workload = replace(workload, **draw(codecs(cluster, len(members))))
     layers = workload.layer_split(len(members))
     pieces = [pieces_of(draw(averagings(nodes, range(count)))) for nodes in members]
     return Plan(
@@ -207,6 +208,18 @@ def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
         dispatch=draw(st.sampled_from(list(Dispatch))),
         split_backward=draw(st.booleans()),
     )
+
+
+@st.composite
+def codecs(draw: st.DrawFn, cluster: Cluster, stages: int) -> dict[str, Any]:
+    """Fields of a workload: codecs of some links, or of none, and of every stage, or of none."""
+    codec = st.sampled_from(["fp32", "bf16", "int8"])
+    name = st.sampled_from([node.name for node in cluster.nodes])
+    link = st.builds(LinkDtypes, name, name, codec, codec)
+    rows = st.lists(link, min_size=1, max_size=30, unique_by=lambda row: row[:2])
+    of_stages = st.lists(codec, min_size=stages, max_size=stages)
+    drawn = draw(st.just(()) | rows), draw(st.just(()) | of_stages)
+    return dict(zip(("wire_dtypes", "gradient_dtypes"), map(tuple, drawn), strict=True))
 
 
 def may_skip(skipped: type[Exception], share: float) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,10 @@ from skippipe.model.stage_step import StageStep
 from skippipe.plan import Lane, Plan
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.simulator import simulate
+from skippipe.timeline import Timing
 from skippipe.training.reference import ReferenceTrainer
+from skippipe.workload import LinkDtypes
 from tests.helpers import exact_training
 from tests.helpers.exact_training import (
     FULL,
@@ -83,14 +87,22 @@ def test_every_family(family: str) -> None:
     assert_exact(*plan_of(SKIPPED, family=family, split=family != "qwen3", activation_checkpointing=recompute))
 
 
-@pytest.mark.parametrize("wire", ["bf16", "int8", "fp8", "int4"])
-def test_hops_are_rounded_alike(wire: str) -> None:
+CODECS = ("fp32", "bf16", "int8", "fp8", "int4", "int4-stochastic")
+MIXED = tuple(
+    LinkDtypes(f"n{i}", f"n{j}", CODECS[(i + j) % 5], CODECS[(i + 2 * j) % 6])
+    for i, j in product(range(8), repeat=2)
+    if (i, j) != (0, 5)  # this one has the usual codec
+)
+ALIKE = {each: (each, ()) for each in ("bf16", "int8", "fp8", "int4")} | {"mixed": ("bf16", MIXED)}
+
+
+@pytest.mark.parametrize(("wire", "links"), ALIKE.values(), ids=list(ALIKE))
+def test_hops_are_rounded_alike(wire: str, links: tuple[LinkDtypes, ...]) -> None:
     """To the bit in the first forward; then sums in another order now and then tip a value over to the next step."""
-    plan, spec = plan_of(SWAPPED, wire_dtype=wire)
+    plan, spec = plan_of(SWAPPED, wire_dtype=wire, wire_dtypes=links)
     cluster, computers, oracle, losses = trained(plan, spec)
-    exact = ReferenceTrainer(
-        replace(plan, workload=replace(plan.workload, wire_dtype="fp32")), spec, LEARNING, sampler_of(plan)
-    )
+    lossless = replace(plan, workload=replace(plan.workload, wire_dtype="fp32", wire_dtypes=()))
+    exact = ReferenceTrainer(lossless, spec, LEARNING, sampler_of(plan))
     unrounded = [exact.iteration(number).loss for number in range(ITERATIONS)]
     found = [report.loss for report in cluster.reports]
     assert found[0] == pytest.approx(losses[0], rel=1e-7)
@@ -99,6 +111,9 @@ def test_hops_are_rounded_alike(wire: str) -> None:
     assert_replicas_alike(plan, computers)
     weights = weights_of(plan, computers)
     assert distance(weights, oracle.weights()) < 0.1 * distance(exact.weights(), oracle.weights())
+    planned = {link[:2]: link[2] for link in simulate(plan, Timing.CONTENTION_ONLY).links}
+    for report in cluster.reports:
+        assert {link: report.sent_bytes[link] for link in planned} == planned
 
 
 @pytest.mark.parametrize(("paths", "wire"), [("skipped", "fp32"), ("swapped", "bf16")])
@@ -128,11 +143,19 @@ def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.parametrize(
-    ("paths", "dtype", "share"),
-    [("full", "bf16", 0.1), ("skipped", "int8", 0.1), ("full", "int4", 0.3), ("skipped", "int2", 0.6)],
+    ("paths", "dtype", "dtypes", "share"),
+    [
+        ("full", "bf16", (), 0.1),
+        ("skipped", "int8", (), 0.1),
+        ("full", "int4", (), 0.3),
+        ("skipped", "int2", (), 0.6),
+        ("skipped", "int2", ("fp32", "int8", "fp32", "bf16"), 0.1),
+    ],
 )
-def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(paths: str, dtype: str, share: float) -> None:
-    plan, spec = plan_of(PATHS[paths], gradient_dtype=dtype)
+def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(
+    paths: str, dtype: str, dtypes: tuple[str, ...], share: float
+) -> None:
+    plan, spec = plan_of(PATHS[paths], gradient_dtype=dtype, gradient_dtypes=dtypes)
     cluster, computers, oracle, losses = trained(plan, spec)
     assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=5e-3)
     assert_replicas_alike(plan, computers)

@@ -28,7 +28,7 @@ from skippipe.training.build_run import RunSetup
 from skippipe.training.job_config import JobConfig, load_job
 from skippipe.training.metrics import IterationMetrics, MetricsFile
 from skippipe.training.reference import ReferenceState, ReferenceTrainer
-from skippipe.workload import Workload
+from skippipe.workload import LinkDtypes, Workload
 from tests.helpers import oracle_trainer as oracle
 from tests.helpers.doc_pages import ROOT, pieces
 from tests.helpers.models import tiny
@@ -45,6 +45,10 @@ Visits = tuple[tuple[tuple[int, ...], int], ...]
 """Of each lane: the stages that it visits, and its microbatches."""
 FULL: Visits = (((0, 1, 2, 3), 2), ((0, 1, 2, 3), 1))
 SWAPPED: Visits = (((0, 2, 1, 3), 1), ((0, 1, 3, 2), 2))
+CODECS = ("fp32", "bf16", "int8")
+SEVERAL = tuple(
+    LinkDtypes(f"n{i}", f"n{j}", CODECS[(i + j) % 3], CODECS[(i + 2 * j) % 3]) for i in range(4) for j in range(4)
+)
 UNEQUAL: Visits = (((0, 2, 1), 2), ((0, 3), 1))
 
 
@@ -172,9 +176,10 @@ def test_a_trainer_from_the_page_agrees(name: str) -> None:
     [
         ("llama", {"wire_dtype": "int8"}),
         ("llama", {"wire_dtype": "bf16"}),
+        ("llama", {"wire_dtype": "fp32", "wire_dtypes": SEVERAL}),
         ("qwen3_moe", {"wire_dtype": "fp32", "compute_dtype": "bf16"}),
     ],
-    ids=["int8 hops", "bf16 hops", "bf16"],
+    ids=["int8 hops", "bf16 hops", "hops of several codecs", "bf16"],
 )
 def test_rounding(family: str, workload: Json) -> None:
     """The first iteration to the last digits. Then a value tips over to the next step now and then."""

@@ -181,7 +181,7 @@ def _lane_problem(
         placement_costs=placement_costs,
         stage_of=stage_of,
         visitable=np.array([bool(nodes) for nodes in usable]),
-        linked=np.maximum(costs.transmit_ns, costs.transmit_ns.T) < NEVER_NS,
+        linked=np.maximum(costs.transmit_ns[0], costs.transmit_ns[0].T) < NEVER_NS,
         swaps=0 if full else constraints.MAX_SWAPS,
         length=length,
     )
@@ -218,7 +218,7 @@ class _Construction:
         self.stages = [stage for stage, nodes in enumerate(usable) if stage and nodes]
         self.slots = {node: int(self.costs.slots[node]) for node in chain(*usable)}
         self.capacity = {stage: sum(self.slots[node] for node in nodes) for stage, nodes in enumerate(usable)}
-        self.hop_ns = self.costs.flight_ns + np.where(problem.linked, self.costs.transmit_ns, NEVER_NS)
+        self.hop_ns = self.costs.flight_ns + np.where(problem.linked, self.costs.transmit_ns.min(axis=0), NEVER_NS)
 
     def starts(self) -> list[list[Lane]]:
         """Old lanes, valid or mended; the same and new ones, evenly exposed; all new."""

@@ -37,7 +37,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     for node in range(nodes):
         stage = stage_of[node]
         if stage >= 0:
-            layers, other = state.layers[stage], min(stage, 1)
+            layers, other = state.layers[stage], min(stage, len(tables.slots) - 1)
             forward[node] = tables.forward_ns[layers, node]
             backward[node] = tables.backward_ns[layers, node]
             weight[node] = tables.weight_ns[layers, node]
@@ -73,8 +73,8 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
             task_ns = forward[node] + backward[node]
             load[node] += count * (task_ns + weight[node])
             alone_ns += task_ns
-            alone_ns += tables.flight_ns[node, following] + tables.transmit_ns[node, following]
-            alone_ns += tables.flight_ns[following, node] + tables.transmit_ns[following, node]
+            alone_ns += tables.flight_ns[node, following] + tables.transmit_ns[0, node, following]
+            alone_ns += tables.flight_ns[following, node] + tables.transmit_ns[1, following, node]
         travel_ns += count * alone_ns
         slack_ns[lane] = limit - count * alone_ns - weight[paths[lane, 0]] - step_ns
         if slack_ns[lane] < 0:
@@ -149,7 +149,7 @@ def _estimate_exchange(state: State, stage: int, idle: Ints, tables: Tables, tra
     if members > 1:
         estimate_exchange(
             state.ring[stage, :members],
-            tables.gradient_bytes[min(stage, 1), state.layers[stage]],
+            tables.gradient_bytes[min(stage, len(tables.gradient_bytes) - 1), state.layers[stage]],
             tables.bandwidth,
             tables.flight_ns,
             tables.relayed,
@@ -172,7 +172,7 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables, transfers
     if members == 1:
         return int(done_ns[state.ring[stage, 0]])
     done, transmit, flight = np.empty(members, np.int64), np.empty(members, np.int64), np.empty(members, np.int64)
-    gradient_bytes = tables.gradient_bytes[min(stage, 1), state.layers[stage]]
+    gradient_bytes = tables.gradient_bytes[min(stage, len(tables.gradient_bytes) - 1), state.layers[stage]]
     for place in range(members):
         here = state.ring[stage, place]
         there = state.ring[stage, place + 1 if place + 1 < members else 0]

@@ -100,7 +100,8 @@ def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
 @kernel
 def _noisy_hop_ns(a: int, b: int, noise: int, salt: int, tables: Tables) -> int:
     """Nanoseconds of a hop there and back, with noise."""
-    hop_ns = tables.flight_ns[a, b] + tables.transmit_ns[a, b] + tables.flight_ns[b, a] + tables.transmit_ns[b, a]
+    sent_ns = tables.transmit_ns[0, a, b] + tables.transmit_ns[1, b, a]
+    hop_ns = tables.flight_ns[a, b] + tables.flight_ns[b, a] + sent_ns
     if noise == 0:
         return int(hop_ns)
     mixed = ((a * 7919 + b * 104729) * salt) >> 7

@@ -46,7 +46,8 @@ class State(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What a node would take, for any number of layers. Where stage 0 differs from others, it is row 0, they row 1."""
+    """What a node would take, for any number of layers. Where stages differ, there is a row for each; the last one is
+    for all that follow. Mostly there are two: stage 0, and all others."""
 
     forward_ns: Ints
     """[layers, node]: forward pass; the next two are alike."""
@@ -55,11 +56,11 @@ class Tables(NamedTuple):
     head_ns: Ints
     """[layers of stage 0, node]: head and loss."""
     step_ns: Ints
-    """[0 or 1, layers, node]"""
+    """[stage, layers, node]"""
     slots: Ints
-    """[0 or 1, layers, node]"""
+    """[stage, layers, node]"""
     gradient_bytes: Ints
-    """[0 or 1, layers]"""
+    """[stage, layers]"""
     flight_ns: Ints
     transmit_ns: Ints
     upload_ns: Ints
@@ -90,11 +91,13 @@ class Tables(NamedTuple):
 
 
 def costs_by_layers(cluster: Cluster, workload: Workload, most_layers: int) -> list[CostModel]:
-    """Cost models of two stages, the first and another, with 1 to so many layers each; the entry for 0 is not used."""
-    shape = replace(workload.model, layers=2 * most_layers)
-    work = replace(workload, model=shape)
-    found = [cost_model_of(cluster, work, (count, count)) for count in range(1, most_layers + 1)]
-    return [found[0], *found]
+    """Cost models of stages with 1 to so many layers each; the entry for 0 is not used. There are two stages, the first
+    and another, or all if they have codecs of their own."""
+    stages = max(2, len(workload.gradient_dtypes))
+    work = replace(workload, model=replace(workload.model, layers=stages * most_layers))
+    first = cost_model_of(cluster, work, (1,) * stages)
+    others = [cost_model_of(cluster, work, (count,) * stages, first) for count in range(2, most_layers + 1)]
+    return [first, first, *others]
 
 
 def tables_of(
@@ -103,15 +106,16 @@ def tables_of(
     full = timing is Timing.FULL
     costs = each[0]
     relayed = relay_rates(costs)
-    reachable = costs.transmit_ns < NEVER_NS
+    stages = range(len(costs.layers))
+    reachable = costs.transmit_ns[0] < NEVER_NS
     return Tables(
         forward_ns=np.array([one.forward_ns[0] for one in each]),
         backward_ns=np.array([(one.input_ns if split_backward else one.backward_ns)[0] for one in each]),
         weight_ns=np.array([one.weight_ns[0] * split_backward for one in each]),
         head_ns=np.array([one.head_ns for one in each]),
-        step_ns=np.array([[one.optimizer_ns[stage] * full for one in each] for stage in (0, 1)]),
-        slots=np.array([[one.slots[stage] for one in each] for stage in (0, 1)]),
-        gradient_bytes=np.array([[one.gradient_bytes[stage] for one in each] for stage in (0, 1)]),
+        step_ns=np.array([[one.optimizer_ns[stage] * full for one in each] for stage in stages]),
+        slots=np.array([[one.slots[stage] for one in each] for stage in stages]),
+        gradient_bytes=np.array([[one.gradient_bytes[stage] for one in each] for stage in stages]),
         flight_ns=costs.flight_ns,
         transmit_ns=costs.transmit_ns,
         upload_ns=costs.upload_ns,
@@ -245,7 +249,7 @@ def insert_into_ring(node: int, stage: int, drawn: int, state: State) -> None:
 
 @kernel
 def slots_of(node: int, stage: int, state: State, tables: Tables) -> int:
-    return int(tables.slots[min(stage, 1), state.layers[stage], node])
+    return int(tables.slots[min(stage, len(tables.slots) - 1), state.layers[stage], node])
 
 
 def lanes_of(state: State) -> tuple[Lane, ...]:

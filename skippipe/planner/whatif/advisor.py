@@ -21,6 +21,8 @@ from skippipe.cost_model import NEVER_NS, seconds
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.plan import Plan
+from skippipe.planner.codec_choice import choose_codecs
+from skippipe.planner.codec_prices import CodecBudget, plan_nats
 from skippipe.planner.problem import ALL_FIXED, Problem
 from skippipe.planner.strategies import PlanRequest, Strategy, compile_search, iteration_ns, make_plan
 from skippipe.planner.whatif import edits
@@ -228,7 +230,7 @@ def _alone_ns(plan: Plan, path: tuple[int, ...], stage_of: dict[int, int]) -> in
     """Nanoseconds of a round trip without other traffic."""
     costs = plan.costs
     tasks = sum(int(costs.forward_ns[stage_of[node], node] + costs.backward_ns[stage_of[node], node]) for node in path)
-    hops = sum(int(costs.hop_ns[a, b] + costs.hop_ns[b, a]) for a, b in circle(path))
+    hops = sum(costs.round_trip_ns(a, b) for a, b in circle(path))
     return tasks + hops + int(costs.head_ns[path[0]])
 
 
@@ -264,6 +266,8 @@ def choices(problem: Problem, plan: Plan) -> list[Choice]:
     if variables.checkpointing:
         names = ("yes", "no") if plan.workload.activation_checkpointing else ("no", "yes")
         rivals.append(("checkpointing", names[0], {names[1]: edits.other_checkpointing(plan)}))
+    if problem.codec_budget:
+        rivals += _codec_choices(plan, problem.codec_budget, timing)
     found = []
     for variable, chosen, others in rivals:
         taken_ns = {}
@@ -275,3 +279,17 @@ def choices(problem: Problem, plan: Plan) -> list[Choice]:
             instead = min(taken_ns, key=lambda name: taken_ns[name])
             found.append(Choice(variable, chosen, instead, taken_ns[instead]))
     return found
+
+
+def _codec_choices(plan: Plan, budget: CodecBudget, timing: Timing) -> list[tuple[str, str, dict[str, Plan]]]:
+    """What codecs cost, and with half of that; and whether any is smaller than the cheapest, and with none."""
+    spent = plan_nats(plan, budget.prices)
+    plain = edits.other_codecs(plan, *budget.usual)
+    least = plan_nats(plain, budget.prices)
+    if spent <= least:
+        return []
+    half = replace(budget, nats=max(spent / 2, least))
+    return [
+        ("codecs", f"for {spent:.2g} nats", {f"for {half.nats:.2g}": choose_codecs(plan, half, timing)}),
+        ("compression", "yes", {f"{' hops and '.join(budget.usual)} gradients": plain}),
+    ]

@@ -193,6 +193,7 @@ class CandidateEdits:
         smaller = smaller_than(plan.workload.wire_dtype)
         if sending and smaller is not None:
             what = f"{smaller} instead of {plan.workload.wire_dtype} on the wire"
+            what += ", on links that have that" if plan.workload.wire_dtypes else ""
             because = f"sending: {self._share(sending)} of the time"
             yield self._candidate(EditKind.WIRE, what, because, partial(edits.smaller_messages, plan, smaller))
         flying = sum(bottleneck.of(CauseKind.LATENCY, CauseKind.AVERAGING_LATENCY) for bottleneck in self.bottlenecks)

@@ -77,8 +77,14 @@ def half_overhead(plan: Plan) -> Plan:
 
 
 def smaller_messages(plan: Plan, dtype: str) -> Plan:
-    """Activations are sent in this type."""
+    """Activations and their gradients are sent in this type, but on links that have codecs of their own."""
     return replace(_on_cluster(plan, plan.cluster), workload=replace(plan.workload, wire_dtype=dtype))
+
+
+def other_codecs(plan: Plan, hop: str, gradient: str) -> Plan:
+    """All links have the one codec, and all stages the other."""
+    kinds = {"wire_dtype": hop, "gradient_dtype": gradient, "wire_dtypes": (), "gradient_dtypes": ()}
+    return replace(_on_cluster(plan, plan.cluster), workload=replace(plan.workload, **kinds))  # type: ignore[arg-type]
 
 
 def other_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:

@@ -144,8 +144,9 @@ def best_pair(
 
     sources = [node for node in nodes if plan.stage_of[node] == 0 and spare_bytes(node) >= backup_bytes]
     targets = [node for node in nodes if plan.stage_of[node] != 0 and spare_bytes(node) >= BACKUPS * backup_bytes]
+    bandwidth = plan.costs.bandwidth_bytes_per_s
     pairs = [
-        (target not in preferred, (source, target) in hops, int(plan.costs.transmit_ns[source, target]), source, target)
+        (target not in preferred, (source, target) in hops, -float(bandwidth[source, target]), source, target)
         for source in sources
         for target in targets
         if usable(source, target)

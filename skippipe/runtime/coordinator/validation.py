@@ -127,8 +127,7 @@ def evaluation_paths(plan: Plan, active: Collection[int]) -> list[tuple[int, ...
                 near = [node for node in near if reachable[node, path[0]]]
             if not near:
                 break
-            hop_ns = {node: int(costs.flight_ns[path[-1], node] + costs.transmit_ns[path[-1], node]) if path else 0
-                      for node in near}  # fmt: skip
+            hop_ns = {node: int(costs.hop_ns[path[-1], node]) if path else 0 for node in near}
             path.append(min(near, key=lambda node: (used[node], hop_ns[node], node)))
         if len(path) == len(stages):
             found.append(tuple(path))

@@ -26,6 +26,7 @@ all_steps, steps, place = (
     python_version(dispatch.steps),
     python_version(dispatch.place),
 )
+message_pass = python_version(dispatch.message_pass)
 is_weights, weights_after = python_version(dispatch.is_weights), python_version(dispatch.weights_after)
 frees_slot, may_start = python_version(dispatch.frees_slot), python_version(dispatch.may_start)
 urgency, goes_before = python_version(dispatch.urgency), python_version(dispatch.goes_before)
@@ -127,7 +128,9 @@ class MicrobatchScheduler:
             self._holding.add((task.lane, task.microbatch))
         self._running = chosen, self._env.now_ns()
         counted = self._headed if task.step == task.length else self.contributed
-        return replace(task, counts=(task.lane, task.microbatch) not in counted)
+        return replace(
+            task, counts=(task.lane, task.microbatch) not in counted, wire_dtype=self._wire_dtype(task.lane, task.step)
+        )
 
     def finish(self, result: OpResult) -> None:
         """The running task is done."""
@@ -182,6 +185,15 @@ class MicrobatchScheduler:
         return StageTask(
             self._iteration, lane, microbatch, step, route.length, route.first_microbatch + microbatch, given
         )
+
+    def _wire_dtype(self, lane: int, step: int) -> str:
+        """Codec of what a step sends on; after a reroute a node may get it that another link was planned for."""
+        route = self.routes[lane]
+        after = None if is_weights(step, route.length) else route.after(step)
+        if after is None:
+            return ""
+        backward = bool(message_pass(after, route.length))
+        return self._schedule.plan.hop_dtype(self._number, route.node_at(after), backward=backward)
 
     def _may_start(self, task: StageTask) -> bool:
         """A task needs a free slot, or what an earlier task has left here, which may have to run again first."""

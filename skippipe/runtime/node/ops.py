@@ -43,6 +43,8 @@ class StageTask:
     """The tensor that the message brought; None for the first step of a microbatch, and for weight gradients."""
     counts: bool = True
     """Its weight gradients are added up; not if this node has added them before, and the microbatch comes again."""
+    wire_dtype: str = ""
+    """Codec of its result on the way to the next node; empty: that of the workload."""
 
     @property
     def is_weights(self) -> bool:

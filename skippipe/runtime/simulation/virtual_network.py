@@ -9,6 +9,7 @@ import numpy as np
 
 from skippipe.collectives.transfers import transmit_ns
 from skippipe.cost_model import CostModel, ns
+from skippipe.dispatch import message_pass
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.symbolic_executor import PIECES
 from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, ValidationHop
@@ -56,9 +57,13 @@ class VirtualNetwork:
     def planned(self, node: TrainingNode, link: Link, message: Message) -> tuple[int, int]:
         """Bytes of a message, and for how long it keeps its link busy, as planned."""
         costs, header = self._costs, message.header
-        if isinstance(header, (Hop, ValidationHop)):
-            return costs.activation_bytes, int(costs.transmit_ns[link])
-        if isinstance(header, GradientPiece):
+        if isinstance(header, Hop):
+            length = len(node.plan.lanes[header.lane].path)
+            which = (message_pass(header.step, length), *link)
+            return int(costs.hop_bytes[which]), int(costs.transmit_ns[which])
+        if isinstance(header, ValidationHop):
+            size = node.plan.workload.activation_bytes
+        elif isinstance(header, GradientPiece):
             averaging = node.averagings[header.stage]
             sizes = averaging.piece_bytes(costs.gradient_bytes[header.stage])
             size = sizes[averaging.schedule.transfers[header.transfer].piece]

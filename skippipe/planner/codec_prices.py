@@ -1,0 +1,187 @@
+"""What codecs cost a model, in nats of its loss, and what of that a plan may spend.
+
+A price is what the loss of a run would rise by if all values of a kind went through the codec. Errors of rounding are
+small and independent of each other, so what they add to the loss adds up, and a codec on a part of the values costs
+that part of its price. Prices are for one model and its recipe: who has measured their own gives them in a file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skippipe.codecs import CODECS, gradient_codec
+from skippipe.constraints import circle
+from skippipe.errors import Infeasible, UserError
+from skippipe.json_fields import Fields, read_as
+from skippipe.plan import Plan
+from skippipe.toml_config import read_table
+from skippipe.value_ranges import NATS
+from skippipe.workload import Workload
+
+ROUNDING = 1e-9  # of a budget: sums of shares are not exact
+
+Message = tuple[int, int, int]
+"""Pass (0: activations, 1: their gradients), sender and receiver."""
+
+
+class Price(NamedTuple):
+    """Nats that a codec adds to the loss where all values of a kind go through it; None: nobody has measured it."""
+
+    activations: float | None = None
+    activation_gradients: float | None = None
+    weight_gradients: float | None = None
+
+
+Prices = Mapping[str, Price]
+DEFAULT_PRICES: Prices = {
+    "fp32": Price(0.0, 0.0, 0.0),
+    "bf16": Price(0.0, 0.0, None),
+}
+"""By codec. One that is not here has not been measured, and is not chosen unless a file has a price for it."""
+
+
+def read_prices(path: Path) -> Prices:
+    """The default prices, and on top of them those of a TOML file: a table for each codec."""
+    return read_as(prices_of, path, read_table)
+
+
+def prices_of(table: Any) -> Prices:
+    found = dict(DEFAULT_PRICES)
+    for codec, row in table.items():
+        if codec not in CODECS:
+            raise UserError(f"'{codec}' is none of {', '.join(CODECS)}")
+        entry = Fields(row, codec)
+        given = {name: entry.number(name, NATS) for name in Price._fields if entry.mentions(name)}
+        if entry.mentions("hops"):  # activations and their gradients were measured together
+            if {"activations", "activation_gradients"} & given.keys():
+                raise UserError(f"{codec}.hops: says what both passes cost together: leave it or the others out")
+            given["activations"] = half = entry.number("hops", NATS) / 2
+            back = gradient_codec(codec)
+            found[back] = found.get(back, Price())._replace(activation_gradients=half)
+        entry.close()
+        found[codec] = found.get(codec, Price())._replace(**given)
+    return found
+
+
+@dataclass(frozen=True)
+class CodecBudget:
+    """Codecs that will do, and what they may cost together."""
+
+    nats: float
+    prices: Prices
+    hops: tuple[str, ...]
+    """Codecs for activations and their gradients."""
+    gradients: tuple[str, ...]
+    """Codecs for weight gradients while they are averaged."""
+
+    @classmethod
+    def of(cls, nats: float, prices: Prices, hops: Sequence[str] = (), gradients: Sequence[str] = ()) -> CodecBudget:
+        """The budget; without codecs, all that have a price. UserError if one has none."""
+        known = [codec for codec in CODECS if codec in prices]
+        hops = hops or [codec for codec in known if prices[codec].activations is not None]
+        gradients = gradients or [codec for codec in known if prices[codec].weight_gradients is not None]
+        for codecs, kind, what in ((hops, 0, "activations"), (gradients, 2, "weight gradients")):
+            for codec in codecs:
+                if prices.get(codec, Price())[kind] is None:
+                    raise UserError(f"{codec} has no price for {what}: measure it and give it one, or leave it out")
+        budget = cls(nats, prices, tuple(hops), tuple(gradients))
+        if budget.uniform_nats(*budget.usual) > nats + ROUNDING:
+            raise Infeasible(
+                f"the cheapest codecs, {' for hops and '.join(budget.usual)} for gradients, cost "
+                f"{budget.uniform_nats(*budget.usual):g} nats: allow as much, or other codecs"
+            )
+        return budget
+
+    def uniform_nats(self, hop: str, gradient: str) -> float:
+        """What these cost on all links and stages; infinite if a price is missing."""
+        kinds = (self._price(hop, 0), self._price(gradient_codec(hop), 1), self._price(gradient, 2))
+        return sum(inf if nats is None else nats for nats in kinds)
+
+    def _price(self, codec: str, kind: int) -> float | None:
+        return self.prices.get(codec, Price())[kind]
+
+    @property
+    def usual(self) -> tuple[str, str]:
+        """The cheapest codecs of hops and of weight gradients, and of several the smallest: where nothing is gained by
+        others."""
+        hop = min(self.hops, key=lambda codec: (self.uniform_nats(codec, "fp32"), _size(codec)))
+        return hop, min(self.gradients, key=lambda codec: (self.prices[codec].weight_gradients or 0.0, _size(codec)))
+
+    def options(self, kind: int) -> list[tuple[str, float]]:
+        """Codecs of a kind of values, in the order of `Price`, with their prices: the fewest bytes first, and each
+        cheaper than the one before."""
+        codecs = (self.hops, (*self.hops, *map(gradient_codec, self.hops)), self.gradients)[kind]
+        priced = [(codec, nats) for codec in codecs if (nats := self._price(codec, kind)) is not None]
+        found: list[tuple[str, float]] = []
+        for codec, nats in sorted(priced, key=lambda option: (_size(option[0]), option[1])):
+            if not found or nats < found[-1][1]:
+                found.append((codec, nats))
+        return found
+
+    def workloads(
+        self, workload: Workload, visited: int, sizes: Sequence[int], layers: Sequence[int]
+    ) -> list[Workload]:
+        """Workloads to search plans for: with the smallest codecs on all links and stages; and, if those cost too much,
+        with those that send the fewest bytes of what can be had everywhere."""
+        pairs = [
+            (hop, gradient)
+            for hop in dict.fromkeys([self.options(0)[0][0], *self.hops])
+            for gradient in dict.fromkeys([self.options(2)[0][0], *self.gradients])
+        ]
+        having = {pair: _with(workload, *pair) for pair in pairs}
+
+        def sent_bytes(pair: tuple[str, str]) -> int:
+            work = having[pair]
+            hops = 2 * visited * work.microbatches * work.activation_bytes
+            averaged = (
+                2 * (size - 1) * work.gradient_bytes(stage, count)
+                for stage, (size, count) in enumerate(zip(sizes, layers, strict=True))
+            )
+            return hops + sum(averaged)
+
+        within = [pair for pair in pairs if self.uniform_nats(*pair) <= self.nats + ROUNDING]
+        return [having[pair] for pair in dict.fromkeys([pairs[0], min(within, key=sent_bytes)])]
+
+
+def _with(workload: Workload, hop: str, gradient: str) -> Workload:
+    return replace(workload, wire_dtype=hop, gradient_dtype=gradient, wire_dtypes=(), gradient_dtypes=())
+
+
+def _size(codec: str) -> int:
+    return CODECS[codec].expected_bytes(2**20)
+
+
+def message_shares(plan: Plan) -> dict[Message, float]:
+    """The share of all values of a pass that goes over each link."""
+    counts: Counter[Message] = Counter()
+    for lane in plan.lanes:
+        for a, b in circle(lane.path):
+            counts[0, a, b] += lane.microbatches
+            counts[1, b, a] += lane.microbatches
+    whole = counts.total() / 2
+    return {message: count / whole for message, count in sorted(counts.items())}
+
+
+def stage_shares(plan: Plan) -> dict[int, float]:
+    """The share of all trained parameters that each stage averages; a single node has nothing to send."""
+    counts = [plan.workload.trained_parameters(stage, layers) for stage, layers in enumerate(plan.layers)]
+    return {index: counts[index] / sum(counts) for index, stage in enumerate(plan.stages) if len(stage.nodes) > 1}
+
+
+def plan_nats(plan: Plan, prices: Prices) -> float:
+    """What the codecs of a plan cost; UserError if one of them has no price."""
+    found = [(plan.workload.stage_gradient_dtype(stage), 2, part) for stage, part in stage_shares(plan).items()]
+    for (kind, a, b), part in message_shares(plan).items():
+        found.append((plan.hop_dtype(a, b, backward=bool(kind)), kind, part))
+    total = 0.0
+    for codec, kind, part in found:
+        nats = prices.get(codec, Price())[kind]
+        if nats is None:
+            raise UserError(f"{codec} has no price for {Price._fields[kind].replace('_', ' ')}")
+        total += nats * part
+    return total
