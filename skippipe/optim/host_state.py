@@ -16,11 +16,6 @@ from torch import Tensor
 from skippipe.optim.interface import HOST_BUFFERS, HOST_PIECE
 
 
-def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor in host memory, which the device can read and write by itself."""
-    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-
-
 class HostTensor(NamedTuple):
     """A flat tensor in host memory."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from skippipe.optim.interface import Hyperparameters, StateTensor, TorchOptimizer
+from skippipe.optim.interface import Hyperparameters, StateTensor
+from skippipe.optim.torch_optimizer import TorchOptimizer
 
 
 class SGD(TorchOptimizer):

@@ -230,6 +230,7 @@ def test_gradient_descent_is_that_of_torch(tmp_path: Path, tokenizer: TextTokeni
         assert torch.equal(each, expected[name]), name
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_muon_is_that_of_torch_for_matrices_of_layers_and_adamw_for_the_rest(
     tmp_path: Path, tokenizer: TextTokenizer
 ) -> None:
