@@ -17,6 +17,8 @@ class TorchOptimizer(Optimizer):
 
     torch_name: ClassVar[str]
     """The name of the class in `torch.optim`."""
+    decays: ClassVar[bool] = True
+    """Whether its weight decay leaves the state alone; else weights are made smaller before its step."""
 
     offloads = True
 
@@ -55,8 +57,15 @@ class TorchOptimizer(Optimizer):
         (group,) = self._torch.param_groups
         group["lr"] = rate
         for here, now, state in self._pieces(gradient):
-            group["weight_decay"] = self.settings.weight_decay if here.stop <= self._decayed else 0.0
-            self._parameter.data, self._parameter.grad = self.values[here.start : here.stop], now
+            values, decay = (
+                self.values[here.start : here.stop],
+                self.settings.weight_decay * (here.stop <= self._decayed),
+            )
+            if self.decays:
+                group["weight_decay"] = decay
+            elif decay:
+                values.mul_(1 - rate * decay)
+            self._parameter.data, self._parameter.grad = values, now
             named = zip(self.state, state, strict=True)
             self._torch.state[self._parameter] = {"step": self._step.fill_(self.steps), **dict(named)}
             self._torch.step()
