@@ -80,7 +80,7 @@ class AdamW8bit(Optimizer):
     """AdamW with its state in 8 bits. A step decodes a part of the state at a time, in fp32, and encodes it again."""
 
     state_tensors = (StateTensor("exp_avg", "8bit"), StateTensor("exp_avg_sq", "8bit"))
-    flops_per_parameter = 1000
+    flops_per_parameter = 2000
 
     offloads = True
 

@@ -353,7 +353,7 @@ def test_the_planner_counts_what_an_optimizer_holds(monkeypatch: pytest.MonkeyPa
     eight_bits = 2 * (4 * -(-parameters // 256)) / parameters - 6
     assert found == {
         "adamw": (0, 12, 250),
-        "adamw8bit": (eight_bits, 12, 1000),
+        "adamw8bit": (eight_bits, 12, 2000),
         "muon": (-4, 8, 250 + 25 * 64),
         "sgd": (-4, 8, 180),
         "rowwise": (-6, 8, 300),
