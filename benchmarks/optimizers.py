@@ -3,8 +3,8 @@
     python -m benchmarks.optimizers --parameters 1e9          # on a GPU
     python -m benchmarks.optimizers --device cpu --parameters 2e6
 
-A stage without a model: weights, gradients, the sum of gradients as after averaging, and the optimizer's state. Bytes are
-those that torch has allocated on the card, before the step and at most, against what the planner counts.
+A stage without a model: weights, gradients, the sum of gradients as after averaging, and the optimizer's state. Bytes
+are those that torch has allocated on the card, before the step and at most, against what the planner counts.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def main() -> None:
         else:
             same = ", same bits" if torch.equal(end, first[optimizer]) else ", OTHER BITS"
         print(
-            f"{optimizer:<10} {offload:<10} {held / rows / width**2:6.2f} bytes a parameter counted, {before_b:6.2f} held, "
-            f"{peak_b:6.2f} in a step; {1e3 * step_s:8.1f} ms a step{same}",
+            f"{optimizer:<10} {offload:<10} {held / rows / width**2:6.2f} bytes a parameter counted, "
+            f"{before_b:6.2f} held, {peak_b:6.2f} in a step; {1e3 * step_s:8.1f} ms a step{same}",
             flush=True,
         )
 
