@@ -231,6 +231,20 @@ def test_gradient_descent_is_that_of_torch(tmp_path: Path, tokenizer: TextTokeni
         assert torch.equal(each, expected[name]), name
 
 
+def test_a_model_learns_as_much_with_state_in_8_bits(
+    tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "TEXT", np.arange(3000) ** 2 % 97)  # which can be learned
+    losses: dict[str, list[float]] = {}
+    for optimizer in ("adamw", "adamw8bit"):
+        run = run_of(tmp_path, tokenizer, YOUNG, optimizer)
+        learning = replace(run.node_config.learning, rate=3e-3)
+        trainer = reference_of(replace(run, node_config=replace(run.node_config, learning=learning)))
+        losses[optimizer] = [trainer.iteration(number).loss for number in range(20)]
+    assert losses["adamw"][-1] < losses["adamw"][0] - 1
+    assert 0 < abs(losses["adamw8bit"][-1] - losses["adamw"][-1]) < 0.005
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")
 def test_muon_is_that_of_torch_for_matrices_of_layers_and_adamw_for_the_rest(
     tmp_path: Path, tokenizer: TextTokenizer
