@@ -17,6 +17,8 @@ from typer.models import OptionInfo
 
 from skippipe.codecs import CODECS
 from skippipe.errors import UserError
+from skippipe.optim import DEFAULT as DEFAULT_OPTIMIZER
+from skippipe.optim import OPTIMIZERS
 from skippipe.value_ranges import (
     BUDGET_S,
     DRAWS,
@@ -27,6 +29,7 @@ from skippipe.value_ranges import (
     SEQUENCE,
     SLOTS,
     STAGES,
+    Choices,
     Range,
     split_hint,
 )
@@ -176,6 +179,20 @@ class SweepOptions:
         Range(0, 100_000),
         workload_option("Rank of adapters, which are trained in place of the model (LoRA).", "0: the model is"),
     ] = None
+    optimizer: Annotated[
+        str | None,
+        workload_option(
+            f"What takes the step: {', '.join(OPTIMIZERS)}. Their state fills more or less memory.", DEFAULT_OPTIMIZER
+        ),
+    ] = None
+    offload: Annotated[
+        Literal["none", "averaging", "optimizer"] | None,
+        workload_option(
+            "Held in host memory instead of the GPU's: sums of gradients (averaging), or these and the optimizer's "
+            "state (optimizer).",
+            "none",
+        ),
+    ] = None
     max_slots: Annotated[
         int | None,
         SLOTS,
@@ -313,6 +330,8 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     from skippipe.timeline import Timing
     from skippipe.workload import MODELS, Workload, model_named
 
+    if options.optimizer:
+        Choices(OPTIMIZERS).check(options.optimizer, "--optimizer")
     cluster, example = cluster_named(cluster_name)
     workload = example.workload if example else Workload(MODELS["llama-1.5b"])
     workload = with_given(
@@ -322,6 +341,8 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
         samples_per_microbatch=options.samples,
         wire_dtype=fastest_of(options.wire, "--wire"),
         gradient_dtype=fastest_of(options.gradients, "--gradients"),
+        optimizer=options.optimizer,
+        offload=options.offload,
         max_slots=options.max_slots,
         activation_checkpointing=options.checkpointing,
     )

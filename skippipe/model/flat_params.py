@@ -87,7 +87,8 @@ class FlatParams:
         """Squared norm of the mean over the visits, of this node's gradient or of the one `summed` over the stage."""
         whole = self.gradient if summed is None else summed
         if whole.device != self.values.device:  # in host memory
-            parts = (each.to(self.values.device) for each in whole.split(HOST_PIECE))
+            starts = range(0, len(whole), HOST_PIECE)
+            parts = (whole[start : start + HOST_PIECE].to(self.values.device) for start in starts)
             squares = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in parts]
             return float(torch.stack(squares).sum()) / max(1, visits) ** 2
         return float(torch.linalg.vector_norm(whole, dtype=torch.float64) ** 2) / max(1, visits) ** 2

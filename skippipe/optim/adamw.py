@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from skippipe.optim.interface import Hyperparameters, StateTensor, TorchOptimizer
+from skippipe.optim.interface import Hyperparameters, StateTensor
+from skippipe.optim.torch_optimizer import TorchOptimizer
 
 if TYPE_CHECKING:
     from torch import Tensor

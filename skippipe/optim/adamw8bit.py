@@ -80,7 +80,7 @@ class AdamW8bit(Optimizer):
     """AdamW with its state in 8 bits. A step decodes a part of the state at a time, in fp32, and encodes it again."""
 
     state_tensors = (StateTensor("exp_avg", "8bit"), StateTensor("exp_avg_sq", "8bit"))
-    flops_per_parameter = 1000
+    flops_per_parameter = 2000
 
     offloads = True
 
@@ -88,13 +88,10 @@ class AdamW8bit(Optimizer):
         self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters, *, offload: bool = False
     ) -> None:
         super().__init__(values, slots, settings, offload=offload)
-        from skippipe.optim.host_state import HostState, HostTensor, cut, host_zeros
+        from skippipe.optim.host_state import HostState, HostTensor, cut
 
         blocks = -(-len(values) // BLOCK)
-        self._scales = {
-            name: host_zeros(blocks, values.dtype, values.device) if offload else values.new_zeros(blocks)
-            for name in self.state
-        }
+        self._scales = {name: self.zeros(blocks, values.dtype) for name in self.state}
         self._decayed = sum(slot.size for slot in slots if len(slot.shape) >= 2)
         self._ranges = cut([range(len(values))])
         tensors = [HostTensor(*each) for name in CODES for each in ((self.state[name], 1), (self._scales[name], BLOCK))]

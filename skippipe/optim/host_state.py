@@ -16,11 +16,6 @@ from torch import Tensor
 from skippipe.optim.interface import HOST_BUFFERS, HOST_PIECE
 
 
-def host_zeros(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor in host memory, which the device can read and write by itself."""
-    return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-
-
 class HostTensor(NamedTuple):
     """A flat tensor in host memory."""
 
@@ -45,7 +40,10 @@ class HostState:
             for _ in range(HOST_BUFFERS)
         ]
         """Of each piece: its part of every tensor, and of the gradient if that is in host memory too."""
-        self._streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)] if device.type == "cuda" else None
+        self._streams: list[torch.cuda.Stream] | None = None
+        """The one in which state comes, and the one in which it goes back."""
+        if device.type == "cuda":
+            self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def pieces(
         self, gradient: Tensor, scale: float, ranges: Sequence[range]

@@ -7,13 +7,13 @@ makes an object of it, which holds the state. A new optimizer is one file beside
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 
 Shape = tuple[int, ...]
@@ -130,8 +130,6 @@ class Optimizer(ABC):
         `offload`: the state is held in host memory."""
         import torch
 
-        from skippipe.optim.host_state import host_zeros
-
         assert self.offloads or not offload, "its state stays on the device"
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
         self.values = values
@@ -144,11 +142,17 @@ class Optimizer(ABC):
         """By name: one flat tensor for all parameters, as it is held."""
         for each in self.state_tensors:
             size = sum(slot.size for slot in each.slots(slots))
-            if offload:
-                self.state[each.name] = host_zeros(size, dtypes[each.dtype], values.device)
-            else:
-                self.state[each.name] = torch.zeros(size, dtype=dtypes[each.dtype], device=values.device)
+            self.state[each.name] = self.zeros(size, dtypes[each.dtype])
         self._scale = 1.0
+
+    def zeros(self, size: int, dtype: dtype) -> Tensor:
+        """Room for state: where the parameters are, or in host memory that the device reads and writes by itself."""
+        import torch
+
+        device = self.values.device
+        if self.offload:
+            return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.zeros(size, dtype=dtype, device=device)
 
     def step_along(self, gradient: Tensor, rate: float, scale: float) -> None:
         """A step along `scale` times the gradient, which may lie in host memory; the caller counts `steps`."""
@@ -210,64 +214,3 @@ class Optimizer(ABC):
     def step_flops(cls, parameters: int, ends: int, width: int) -> int:  # noqa: ARG003
         """Operations of a step, for the planner; `width` is the hidden size of the model."""
         return cls.flops_per_parameter * parameters
-
-
-class TorchOptimizer(Optimizer):
-    """An elementwise optimizer of `torch.optim`, as one fused kernel; its state tensors have torch's names."""
-
-    torch_name: ClassVar[str]
-    """The name of the class in `torch.optim`."""
-
-    offloads = True
-
-    def __init__(
-        self, values: Tensor, slots: Sequence[ParamSlot], settings: Hyperparameters, *, offload: bool = False
-    ) -> None:
-        super().__init__(values, slots, settings, offload=offload)
-        import torch
-
-        from skippipe.optim.host_state import HostState, HostTensor
-
-        self._decayed = sum(slot.size for slot in slots if len(slot.shape) >= 2)
-        ranges = range(self._decayed), range(self._decayed, len(values))
-        self._ranges = [each for each in ranges if each]
-        self._host = (
-            HostState(values.device, len(values), [HostTensor(each) for each in self.state.values()])
-            if offload
-            else None
-        )
-        self._parameter = torch.nn.Parameter(values)
-        """Stands for one range after another."""
-        self._torch: torch.optim.Optimizer = getattr(torch.optim, self.torch_name)(
-            [self._parameter],
-            lr=settings.rate,
-            fused=values.device.type in ("cpu", "cuda"),
-            **self.hyperparameters(settings),
-        )
-        self._step = torch.zeros((), device=values.device)
-
-    @staticmethod
-    @abstractmethod
-    def hyperparameters(settings: Hyperparameters) -> dict[str, Any]:
-        """Arguments of the torch class, beside the learning rate and weight decay."""
-
-    def step(self, gradient: Tensor, rate: float) -> None:
-        (group,) = self._torch.param_groups
-        group["lr"] = rate
-        for here, now, state in self._pieces(gradient):
-            group["weight_decay"] = self.settings.weight_decay if here.stop <= self._decayed else 0.0
-            self._parameter.data, self._parameter.grad = self.values[here.start : here.stop], now
-            named = zip(self.state, state, strict=True)
-            self._torch.state[self._parameter] = {"step": self._step.fill_(self.steps), **dict(named)}
-            self._torch.step()
-        self._parameter.grad = None
-
-    def _pieces(self, gradient: Tensor) -> Iterator[tuple[range, Tensor, list[Tensor]]]:
-        from skippipe.optim.host_state import cut
-
-        if self._host is not None:
-            yield from self._host.pieces(gradient, self._scale, cut(self._ranges))
-            return
-        away = gradient.device != self.values.device
-        for here in cut(self._ranges) if away else self._ranges:
-            yield here, self.on_device(gradient, here), [each[here.start : here.stop] for each in self.state.values()]

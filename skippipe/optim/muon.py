@@ -45,8 +45,9 @@ class Muon(Optimizer):
                 values.add_(step, alpha=-rate * SIZE * max(slot.shape[-2:]) ** 0.5)
                 continue
             square = self.state["exp_avg_sq"][first : first + slot.size]
-            for parts in zip(*(each.split(CHUNK) for each in (values, now, mean, square)), strict=True):
-                follow(*parts, ours, self.steps + 1, rate)
+            for at in range(0, slot.size, CHUNK):
+                part = slice(at, at + CHUNK)
+                follow(values[part], now[part], mean[part], square[part], ours, self.steps + 1, rate)
             first += slot.size
 
     @classmethod

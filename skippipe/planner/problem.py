@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import gcd
+from typing import Any
 
 from skippipe.cluster import Cluster
 from skippipe.collectives.schedule import Averaging
@@ -19,9 +20,20 @@ from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
 from skippipe.planner.codec_prices import CodecBudget
+from skippipe.optim import DEFAULT
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
+LESS_STATE: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"optimizer": "adamw8bit"}, "8-bit optimizer state (optimizer adamw8bit)"),
+    ({"offload": "averaging"}, "sums of gradients in host memory (offload averaging)"),
+    (
+        {"optimizer": "adamw8bit", "offload": "averaging"},
+        "8-bit optimizer state (optimizer adamw8bit) and sums of gradients in host memory (offload averaging)",
+    ),
+    ({"offload": "optimizer"}, "optimizer state in host memory (offload optimizer)"),
+)
+"""Ways to hold less than AdamW does, in the order of what they cost."""
 Placement = tuple[tuple[int, ...], ...]
 """For each stage, the nodes that hold it."""
 
@@ -118,8 +130,28 @@ class Problem:
             raise Infeasible(
                 f"stage {stage} needs {need / 2**30:.1f} GiB on a node for {self.layers[stage]} layers and one "
                 f"microbatch; {able} nodes have that ({size} needed, the largest has {have / 2**30:.1f} GiB): "
+                + self._less_state()
                 + self._less_memory()
             )
+
+    def _fits(self, workload: Workload) -> bool:
+        """Whether enough nodes could hold each stage, if it were computed in this way."""
+        return all(
+            sum(workload.slots(node.memory_bytes, stage, layers) > 0 for node in self.cluster.nodes) >= size
+            for stage, (layers, size) in enumerate(zip(self.layers, self.sizes, strict=True))
+        )
+
+    def _less_state(self) -> str:
+        """The way to hold less of optimizer state and sums that makes the stages fit and costs least, in words."""
+        work = self.workload
+        if (work.optimizer, work.offload) != (DEFAULT, "none"):
+            return ""
+        for recomputed in dict.fromkeys((work.activation_checkpointing, True)):
+            also = "" if recomputed == work.activation_checkpointing else " and activation checkpointing"
+            for change, said in LESS_STATE:
+                if self._fits(replace(work, activation_checkpointing=recomputed, **change)):
+                    return f"it fits with {said}{also}; or "
+        return ""
 
     def _less_memory(self) -> str:
         for stages in range(self.stages + 1, min(self.workload.model.layers, len(self.cluster)) + 1):

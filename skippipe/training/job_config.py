@@ -334,6 +334,11 @@ class JobConfig:
             ("emulation.time", not self.emulation.enabled, "nothing is emulated unless emulation.enabled is true"),
             ("checkpoint.keep", not self.checkpoint.every, "with checkpoint.every = 0 none are made"),
             ("survive.restarts", self.transport.peers, "nodes of transport.peers are not started here"),
+            (
+                "compute.offload",
+                not COLLECTIVES[engine].in_messages and self.compute.offload == "averaging",
+                f"averaging.engine '{engine}' keeps no sums beside the gradients",
+            ),
             ("survive.lost_stage", not COLLECTIVES[engine].elastic, lost),
             ("survive.backup_every", not COLLECTIVES[engine].elastic, lost),
         ):

@@ -39,7 +39,7 @@ class InDouble(Collective):
 
 
 class InDoubleAverager:
-    def __init__(self, gradient: torch.Tensor, codec: str) -> None:
+    def __init__(self, gradient: torch.Tensor, codec: str, offload: bool) -> None:  # noqa: ARG002
         self.gradient, self.codec = gradient, codec
         self.totals: dict[int, torch.Tensor] = {}
 

@@ -38,6 +38,8 @@ WORKLOAD: dict[str, str | With] = {
     "--max-slots": "2",
     "--checkpointing": "",
     "--lora": "16",
+    "--optimizer": "adamw8bit",
+    "--offload": "averaging",
 }
 PROBLEM = {**WORKLOAD, "--stages": "3", "--visit": "2", "--skip": "1/2", "--sizes": "2,1,1,1"}
 OVERWRITE = With("", "-o there.json")

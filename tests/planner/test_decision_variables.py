@@ -63,6 +63,30 @@ def test_what_fits_only_with_checkpointing_is_planned_with_it_unless_that_is_for
     assert validate(make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=1))) == []
 
 
+@pytest.mark.parametrize(
+    ("gib", "said"),
+    [
+        (36, "it fits with 8-bit optimizer state (optimizer adamw8bit); or use"),
+        (28, "it fits with 8-bit optimizer state (optimizer adamw8bit) and sums of gradients in host memory (offl"),
+        (24, "it fits with optimizer state in host memory (offload optimizer); or use"),
+        (22, "it fits with optimizer state in host memory (offload optimizer) and activation checkpointing; or use"),
+        (12, "GiB): use"),
+    ],
+)
+def test_what_makes_a_large_model_fit_is_said(gib: int, said: str) -> None:
+    """llama-8b in 6 stages, on nodes with the memory of a card."""
+    cluster = datacentre(12)
+    cluster = replace(cluster, nodes=tuple(replace(node, memory_bytes=gib * 2**30) for node in cluster.nodes))
+    work = Workload(MODELS["llama-8b"], samples_per_microbatch=1)
+    spec = PlanSpec(stages=6, visit=6, checkpointing=False)
+    with pytest.raises(Infeasible) as error:
+        problem_of(cluster, work, spec)
+    assert said in str(error.value)
+    if "offload optimizer)" in said:
+        again = replace(work, offload="optimizer", activation_checkpointing="checkpointing" in said)
+        assert validate(make_plan(problem_of(cluster, again, spec), Strategy.DTFM_SKIP, PlanRequest(budget_s=1))) == []
+
+
 @pytest.mark.parametrize("variables", [OPEN, DecisionVariables()])
 def test_stages_that_fit_only_without_checkpointing_are_planned(variables: DecisionVariables) -> None:
     """A stage of one layer keeps little less by it, and needs room for what it recomputes."""

@@ -25,7 +25,7 @@ def transfer(receiver: StageExecutor, parts: Sequence[StateSlice], sources: dict
         assert receiver.run(WriteState(part, *chunk)) is True
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon", "sgd"])
 def test_a_learner_that_steps_along_ends_as_the_replica(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice an iteration, in the order in which a node requests them."""
     monkeypatch.setattr(stage_executor, "CHUNK_VALUES", 5000)
@@ -35,7 +35,7 @@ def test_a_learner_that_steps_along_ends_as_the_replica(optimizer: str, monkeypa
         replica.tasks.weights.gradient.copy_(noise(number, size))
         stepped(replica, 2)
     parts = receiver.run(PlanTransfer(StateSource("replica", (4,), (1,), (1.0,), replica.tasks.weights.steps)))
-    assert sum(part.count for part in parts) == replica.tasks.weights.state_values > 2 * size
+    assert sum(part.count for part in parts) == replica.tasks.weights.state_values >= 2 * size
     assert max(part.count for part in parts) == 4864 < size  # whole blocks
     assert {part.source for part in parts} == {4}
     for number, part in enumerate(parts):

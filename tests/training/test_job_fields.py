@@ -130,6 +130,7 @@ FIELDS: dict[str, Any] = {
     "compute.dtype": Change("bf16"),
     "compute.compiled": Change(True),
     "compute.threads": Change(2),
+    "compute.offload": Change("optimizer"),
     "emulation.enabled": Change(True),
     "emulation.like": Change("llama-8b", {"emulation.enabled": True}, {"emulation.enabled": True}),
     "emulation.time": Change(0.5, {"emulation.enabled": True}, {"emulation.enabled": True}),
@@ -165,6 +166,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Values]] = [
     ("survive.backup_every", 5, TORCH),
     ("learning.beta2", 0.5, {"learning.optimizer": "sgd"}),
     ("learning.epsilon", 1e-6, {"learning.optimizer": "sgd"}),
+    ("compute.offload", "averaging", TORCH),
     ("pipeline.skip", "1/3", {"recipe.skip": "1/3"}),
     *(
         (name, value, PLANNED)

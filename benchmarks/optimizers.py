@@ -1,0 +1,104 @@
+"""Optimizers on one device: bytes a parameter, seconds of a step, and whether state in host memory changes a bit.
+
+    python -m benchmarks.optimizers --parameters 1e9          # on a GPU
+    python -m benchmarks.optimizers --device cpu --parameters 2e6
+
+A stage without a model: weights, gradients, the sum of gradients as after averaging, and the optimizer's state. Bytes
+are those that torch has allocated on the card, before the step and at most, against what the planner counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from skippipe.collectives.peer_to_peer import GradientAverager
+from skippipe.collectives.schedule import Averaging
+from skippipe.model.flat_params import FlatParams
+from skippipe.optim.config import OptimConfig
+from skippipe.workload import MODELS, ModelShape, Workload
+
+STEPS = 5
+KINDS = (
+    ("adamw", "none"),
+    ("adamw", "averaging"),
+    ("adamw", "optimizer"),
+    ("adamw8bit", "none"),
+    ("adamw8bit", "averaging"),
+    ("adamw8bit", "optimizer"),
+    ("muon", "none"),
+    ("sgd", "none"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--parameters", type=float, default=1e9)
+    given = parser.parse_args()
+    device = torch.device(given.device)
+    width = 4096 if device.type == "cuda" else 256
+    rows = max(1, round(given.parameters / width**2))
+    shape: ModelShape = replace(MODELS["llama-8b"], vocab=1)
+    print(f"{device}: {rows * width**2 / 1e6:.0f}M parameters in matrices of {width} x {width}")
+    first: dict[str, torch.Tensor] = {}
+    for optimizer, offload in KINDS:
+        counted = Workload(shape, optimizer=optimizer, offload=offload, adapter_parameters=rows * width**2)
+        held = counted.fixed_bytes(1, 1) - counted.frozen_bytes(1, 1)
+        before_b, peak_b, step_s, end = measured(device, rows, width, optimizer, offload)
+        same = ""
+        if offload == "none":
+            first[optimizer] = end
+        else:
+            same = ", same bits" if torch.equal(end, first[optimizer]) else ", OTHER BITS"
+        print(
+            f"{optimizer:<10} {offload:<10} {held / rows / width**2:6.2f} bytes a parameter counted, "
+            f"{before_b:6.2f} held, {peak_b:6.2f} in a step; {1e3 * step_s:8.1f} ms a step{same}",
+            flush=True,
+        )
+
+
+def measured(
+    device: torch.device, rows: int, width: int, optimizer: str, offload: str
+) -> tuple[float, float, float, torch.Tensor]:
+    """Bytes a parameter between steps and at most, seconds of a step with its norm, and some of the weights in the
+    end."""
+    random = torch.Generator(device).manual_seed(1)
+    named = [
+        (f"model.layers.{row}.weight", nn.Parameter(torch.randn(width, width, device=device, generator=random) / 50))
+        for row in range(rows)
+    ]
+    weights = FlatParams(named, OptimConfig(optimizer), offload=offload == "optimizer")
+    named.clear()
+    averager = GradientAverager(weights.gradient, "fp32", offload != "none")
+    schedule = Averaging((0, 1)).schedule
+    took_s = []
+    before_b = peak_b = 0.0
+    for step in range(STEPS):
+        weights.gradient.normal_(generator=random)
+        averager.begin(schedule)
+        for piece in range(2):
+            averager.contribute(piece, [], total=True)
+        summed = averager.summed
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before_b = torch.cuda.memory_allocated() / rows / width**2
+        began = time.perf_counter()
+        norm = weights.squared_norm(2, summed)
+        weights.step(1e-4, min(1.0, norm**-0.5), summed)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            peak_b = torch.cuda.max_memory_allocated() / rows / width**2
+        took_s.append(time.perf_counter() - began)
+        averager.close(followed=True)
+        assert weights.steps == step + 1
+    return before_b, peak_b, min(took_s), weights.values[: 2**20].cpu().clone()
+
+
+if __name__ == "__main__":
+    main()
