@@ -103,6 +103,9 @@ class Variant:
     microbatches."""
     heal_passes: Annotated[int, ITERATIONS] = 1
     """How often the microbatches of an iteration are sent, on other paths each time, while only these learn."""
+    heal_fit: Annotated[int, Range(0, 10_000)] = 0
+    """When only these begin to learn, bridges become the linear maps that come closest to what they leave out, by the
+    hidden states of the whole model on the text of the next so many iterations; 0: they begin as they are."""
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
@@ -114,6 +117,8 @@ class Variant:
             raise UserError(f"variant '{self.name}': recipe.skip: say which share of the stages is skipped; '0': none")
         if self.breaks and self.recipe.bridges:
             raise UserError(f"variant '{self.name}': bridges need the rules: leave out 'breaks', or recipe.bridges")
+        if self.heal_fit and not (self.recipe.heal and self.recipe.bridges):
+            raise UserError(f"variant '{self.name}': heal_fit: add recipe.heal and recipe.bridges, which are fitted")
 
 
 @dataclass(frozen=True)
@@ -236,6 +241,8 @@ class StudyRun:
         for name in ("heal_rate", "heal_split", "heal_passes"):
             if variant[name] == 1:
                 del variant[name]
+        if not variant["heal_fit"]:
+            del variant["heal_fit"]
         del variant["model"]
         return {
             "model": self.variant.model or study.model,

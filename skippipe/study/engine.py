@@ -11,7 +11,7 @@ stage decides which kernels run, and who they are is data: so passes of one shap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -26,6 +26,7 @@ from skippipe.model.stage import EPSILON, Bridges, StageAdapters, StageModel, br
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
+from skippipe.study.least_squares import fit_bridges
 from skippipe.study.path_sampling import group_by_stage
 
 WARM_UP = 3  # passes of a shape before it is recorded: they compile, and libraries allocate their memory
@@ -132,6 +133,10 @@ class Engine:
         """Each is held by the stage at which it begins, beside its weights: so models are exported without them."""
         self.bridges = [each.to(self.device) for each in bridges]
         self.bridge_weights = [FlatParams(each.named_parameters(), self.learning) for each in self.bridges]
+
+    def fit_bridges(self, batches: Iterable[Tensor]) -> None:
+        """Make them the linear maps that come closest to what they leave out, on these token ids."""
+        fit_bridges(self.bridges, map(self._whole_states, batches))
 
     def grow(self, donors: Mapping[int, int]) -> None:
         """Make stages copies of others, with the state that the optimizer gives to grown layers."""
@@ -243,9 +248,14 @@ class Engine:
         """Whether there are adapters and a teacher yet; they wait for healing, if there is any."""
         return shape.healing or not self.recipe.heal
 
-    @torch.no_grad()
     def _teacher(self, inputs: Tensor) -> Tensor:
         """The hidden states of the whole model after each stage, or only after the last if no others are needed."""
+        found = self._whole_states(inputs)
+        return torch.stack(found if self.recipe.distill_hidden else found[-1:])
+
+    @torch.no_grad()
+    def _whole_states(self, inputs: Tensor) -> list[Tensor]:
+        """The hidden states of the whole model after each stage."""
         self._set_adapters(None)
         found = []
         with self._autocast():
@@ -253,7 +263,7 @@ class Engine:
             for stage in self.stages:
                 hidden = stage(hidden)
                 found.append(hidden)
-        return torch.stack(found if self.recipe.distill_hidden else found[-1:])
+        return found
 
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         """What the mean loss becomes more by when the next token is taken from the teacher instead of the text."""
