@@ -22,7 +22,15 @@ from torch.nn import functional
 
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import EPSILON, Bridges, StageAdapters, StageModel, bridges_of, layer_ranges
+from skippipe.model.stage import (
+    EPSILON,
+    Bridges,
+    StageAdapters,
+    StageModel,
+    adapter_scale,
+    bridges_of,
+    layer_ranges,
+)
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
@@ -280,12 +288,11 @@ class Engine:
     def _set_adapters(self, missing: Tensor | None, left_out: Tensor | int = 0) -> None:
         """Adapters for the next forward pass, through one stage, of samples that skip so many stages each, and of these
         so many by the hop from that stage."""
-        scale = None if missing is None else (missing * (2 / len(self.stages))).view(-1, 1, 1)
-        if scale is not None and self.recipe.adapters_by_hop:
-            rank, hops = self.recipe.adapters, len(self.stages) // 2 + 1
-            left_out = torch.as_tensor(left_out, device=self.device).expand(len(scale)).view(-1, 1, 1)
-            hop_of = torch.arange(rank, device=self.device) * hops // rank
-            scale = torch.where(left_out > 0, 1.0, scale) * (hop_of == left_out.clamp(max=hops - 1))
+        scale = None
+        if missing is not None:
+            here = torch.as_tensor(left_out, device=self.device).expand(len(missing))
+            by_hop, rank = self.recipe.adapters_by_hop, self.recipe.adapters
+            scale = adapter_scale(missing, here, len(self.stages), rank, by_hop=by_hop)
         for each in self.adapters:
             each.scale = scale
 
