@@ -78,13 +78,21 @@ class CheckpointOutline:
         return _tokenizer(self.place, self.spec.config.vocab_size)
 
 
-def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context: int | None = None) -> StagedModel:
+def load(
+    checkpoint: Path,
+    cut: str | None = None,
+    device: str = "cpu",
+    context: int | None = None,
+    *,
+    stand_ins: bool = True,
+) -> StagedModel:
     """A model cut into so many stages ("6"), or into stages of so many layers ("4,4,6"); `cut` None: as it was trained.
 
-    `context` replaces the number of tokens that the configuration allows.
+    `context` replaces the number of tokens that the configuration allows. Without `stand_ins`, bridges and adapters are
+    not read, and the model may be cut in any way.
     """
     check_device(device)
-    outline = read_outline(checkpoint, cut)
+    outline = read_outline(checkpoint, cut, stand_ins=stand_ins)
     place, spec, tokenizer = outline.place, outline.spec, outline.tokenizer()
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
@@ -99,7 +107,7 @@ def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context:
     return StagedModel(stages, tokenizer, prefix, context or spec.config.max_position_embeddings, device)
 
 
-def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
+def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = True) -> CheckpointOutline:
     """The model at this place, cut as by `load`."""
     place = locate_checkpoint(checkpoint)
     check_model_folder(place)
@@ -109,15 +117,15 @@ def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
     else:
         config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
     spec = ModelSpec(config)
-    stand_ins = bridges_info(place, spec.layers)
-    known = stand_ins.layers if stand_ins else known
+    info = bridges_info(place, spec.layers) if stand_ins else None
+    known = info.layers if info else known
     layers = layers_of(cut, spec) if cut is not None else known or (spec.layers,)
-    if stand_ins and layers != known:
+    if info and layers != known:
         raise UserError(
             f"--cut {cut}: {place / BRIDGES_FILE} is for stages of {','.join(map(str, known))} layers; leave --cut "
             "out, or take that file away"
         )
-    return CheckpointOutline(place, spec, layers, stand_ins)
+    return CheckpointOutline(place, spec, layers, info)
 
 
 def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> StageModel:

@@ -83,13 +83,17 @@ class Engine:
         device: str = "cpu",
         low_precision: bool = False,
         compiled: bool = False,
+        frozen: Sequence[StageModel] | None = None,
     ) -> None:
+        """`frozen` are the stages of a finished model: of these only bridges and adapters can be trained (healing)."""
         self.recipe = recipe
         self.learning = learning
         self.device = device
         self._ranges = list(enumerate(layer_ranges(layers)))
-        self.stages = [StageModel(spec, each, ends=index == 0).to(device) for index, each in self._ranges]
-        self.weights = [FlatParams(stage.named_weights(), learning) for stage in self.stages]
+        stages = frozen or [StageModel(spec, each, ends=index == 0) for index, each in self._ranges]
+        self.stages = [stage.requires_grad_(frozen is None).to(device) for stage in stages]
+        trained = self.stages if frozen is None else ()
+        self.weights = [FlatParams(stage.named_weights(), learning) for stage in trained]
         self._lay_bridges(self._new_bridges(spec))
         self.adapters = self._new_adapters(self.stages, spec.seed)
         self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
