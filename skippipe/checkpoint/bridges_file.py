@@ -106,11 +106,11 @@ def bridges_info(folder: Path, layers: int) -> StandInsInfo | None:
     counts = [_whole(file, "layers", word) for word in found.get("layers", "").split(",")[: layers + 1]]
     if sum(counts) != layers or 0 in counts or len(counts) < 2:
         raise UserError(f"{file}: is for {len(counts)} stages of {sum(counts)} layers; the model has {layers} layers")
-    ranks = [_whole(file, name, found.get(name, "")) for name in ("bridges", "adapters")]
+    bridges, adapters = (_whole(file, name, found.get(name, "")) for name in ("bridges", "adapters"))
     scale = found.get("adapter_scale", "")
-    if scale not in (BY_MISSING, BY_HOP) or not any(ranks):
+    if scale not in (BY_MISSING, BY_HOP) or not (bridges or adapters):
         raise UserError(f"{file}: neither bridges nor adapters, or an adapter_scale that is not known, '{scale[:20]}'")
-    return StandInsInfo(tuple(counts), *ranks, scale == BY_HOP)
+    return StandInsInfo(tuple(counts), bridges, adapters, scale == BY_HOP)
 
 
 @torch.no_grad()

@@ -210,7 +210,7 @@ class Healing:
         while True:
             while len(left) < size:
                 left = np.concatenate([left, generator.permutation(np.array(self.train.numbers))])
-            yield self.train.rows(left[:size]).to(self.engine.device)
+            yield self.train.rows(left[:size].tolist()).to(self.engine.device)
             left = left[size:]
 
     def _loss(self, part: Visits) -> float:

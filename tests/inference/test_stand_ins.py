@@ -65,7 +65,7 @@ def test_losses_of_parts_are_those_of_the_study(tmp_path: Path, recipe: SkipSche
     assert staged.stand_ins
     assert not without.stand_ins
     subsets = [StageSubset(part, 3, scale) for part in PARTS for scale in ((1.0, 1.3) if len(part) == 2 else (1.0,))]
-    windows = Windows("rows", rows.flatten().numpy(), 16, None, range(4))
+    windows = Windows("rows", rows.flatten().numpy(), 16, None, (0, 1, 2, 3))
     given = windows.rows(range(4))
     meter = PerplexityMeter(staged, [windows])
     meter.measure(subsets)
