@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
 from skippipe.study.engine import Engine
 from skippipe.study.least_squares import fit_map
 from tests.helpers.exact_training import FULL, plan_of
-from tests.study.test_engine import COARSE
 
 
 def test_a_map_of_gain_and_low_rank_is_found_again() -> None:
@@ -31,7 +31,9 @@ def test_a_map_of_gain_and_low_rank_is_found_again() -> None:
 
 def test_fitted_bridges_lead_to_what_the_whole_model_has() -> None:
     plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4, "initializer_range": 0.2})
-    engine = Engine(spec, plan.layers, COARSE, SkipSchedule("0 until 50%, 1/2", bridges=16, adapters=3, heal="50%"))
+    engine = Engine(
+        spec, plan.layers, OptimConfig(), SkipSchedule("0 until 50%, 1/2", bridges=16, adapters=3, heal="50%")
+    )
     tokens = torch.randint(0, 97, (80, 20), generator=torch.Generator().manual_seed(1))
     states = engine._whole_states(tokens[:16])
     whole: Visits = (0, 1, 2, 3)
