@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import combinations
-from typing import cast, get_args
+from functools import cached_property
+from itertools import combinations, pairwise
+from typing import NamedTuple, cast, get_args
 
 import numpy as np
 from numpy.random import default_rng
@@ -24,6 +25,29 @@ WHOLE = {"1", "100%"}
 """Spellings of the share that leaves nothing out."""
 
 
+class Hop(NamedTuple):
+    """How a path that leaves stages out goes on from a stage."""
+
+    stage: int
+    target: int
+    """The stage that comes next; their number, if it is the head."""
+    missing: int
+    """Stages that the whole path leaves out."""
+
+    @property
+    def left_out(self) -> int:
+        """Of these, those that this hop leaves out."""
+        return self.target - self.stage - 1
+
+
+def hops_of(stages: Visits, total: int) -> dict[int, Hop]:
+    """The hop from every stage; none where no stage is missing, or where they are visited in another order than their
+    own: then nothing stands in for anything."""
+    if len(stages) == total or list(stages) != sorted(set(stages)):
+        return {}
+    return {stage: Hop(stage, target, total - len(stages)) for stage, target in pairwise((*stages, total))}
+
+
 @dataclass(frozen=True)
 class StageSubset:
     stages: Visits
@@ -32,6 +56,11 @@ class StageSubset:
     """Number of stages of the whole model."""
     residual_scale: float = 1.0
     """Factor of what a visited stage, other than stage 0, adds to the residual stream."""
+
+    @cached_property
+    def hops(self) -> dict[int, Hop]:
+        """As `hops_of`."""
+        return hops_of(self.stages, self.total)
 
     @property
     def name(self) -> str:

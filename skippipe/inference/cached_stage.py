@@ -13,7 +13,7 @@ cost as much. Within a pass rows may be of different lengths, padded at the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -25,7 +25,7 @@ from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.model.model_spec import MASKS
 from skippipe.model.stage import StageModel
-from skippipe.stage_subset import Visits
+from skippipe.stage_subset import Hop, Visits
 
 MIN_ROOM = 64  # tokens of a slot, at first
 Value = TypeVar("Value")
@@ -268,17 +268,19 @@ class CachedStage:
         self._rotations: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()
-    def forward(self, hidden: Tensor, rows: BatchRows, residual_scale: float = 1.0) -> Tensor:
-        """The stage's output; what it adds to the residual stream is multiplied by `residual_scale`."""
+    def forward(self, hidden: Tensor, rows: BatchRows, residual_scale: float = 1.0, hop: Hop | None = None) -> Tensor:
+        """What the stage hands on; what it adds to the residual stream is multiplied by `residual_scale`. `hop`: where
+        it goes, if stages are missing."""
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
         past = self.cache.begin(rows, hidden.device)
         positions = None if rows.even else rows.positions_on(hidden.device)
         rotation = self._rotation(rows, positions, hidden)
         masks = {window: mask(rows, window, hidden) for window in dict.fromkeys(self._windows)}
         output = hidden
+        self.model.set_hop(hop)
         for layer, window in zip(self.model.layers, self._windows, strict=True):
             output = layer(output, attention_mask=masks[window], position_embeddings=rotation, past_key_values=past)
-        return output if residual_scale == 1.0 else torch.lerp(hidden, output, residual_scale)
+        return self.model.cross(output if residual_scale == 1.0 else torch.lerp(hidden, output, residual_scale), hop)
 
     def _rotation(self, rows: BatchRows, positions: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, out of a table: they depend on nothing else."""
@@ -294,14 +296,23 @@ class CachedStage:
 class StageChain:
     """Stages one after another in one process, each with a KV cache of its own."""
 
-    def __init__(self, models: Sequence[StageModel], visits: Visits, residual_scale: float, max_tokens: int) -> None:
+    def __init__(
+        self,
+        models: Sequence[StageModel],
+        visits: Visits,
+        residual_scale: float,
+        max_tokens: int,
+        hops: Mapping[int, Hop] | None = None,
+    ) -> None:
+        """`hops` from these stages, if others are missing."""
         self.visits = visits
         self.residual_scale = residual_scale
+        self._hops = hops or {}
         self._stages = [CachedStage(models[number], max_tokens) for number in visits]
 
     def forward(self, hidden: Tensor, rows: BatchRows) -> Tensor:
         for number, stage in zip(self.visits, self._stages, strict=True):
-            hidden = stage.forward(hidden, rows, self.residual_scale if number else 1.0)
+            hidden = stage.forward(hidden, rows, self.residual_scale if number else 1.0, self._hops.get(number))
         return hidden
 
     def free(self, slot: int) -> None:
@@ -361,6 +372,6 @@ def convert(staged: StagedModel, dtype: DtypeName) -> None:
 
 
 def convert_stage(stage: StageModel, dtype: DtypeName) -> None:
-    for module in (stage.layers, stage.embedding, stage.norm, stage.head):
+    for module in (stage.layers, stage.embedding, stage.norm, stage.head, stage.stand_ins):
         if module is not None:
             module.to(DTYPES[dtype])

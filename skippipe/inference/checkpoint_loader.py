@@ -20,13 +20,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.checkpoint.adapters import base_of, read_base
+from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges
 from skippipe.checkpoint.format import MANIFEST, Checkpoints, check_file, read_manifest, verified
 from skippipe.errors import UserError
 from skippipe.json_fields import exists
 from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, check_device, config_from, config_named
-from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stage import StageModel, StandIns, layer_ranges
 from skippipe.runs.tail import model_run_id, run_id_of
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
@@ -56,6 +57,11 @@ class StagedModel:
         """Number of layers of each stage."""
         return tuple(len(stage.layers) for stage in self.stages)
 
+    @property
+    def stand_ins(self) -> bool:
+        """Whether it has bridges or adapters for missing stages."""
+        return any(stage.stand_ins is not None for stage in self.stages)
+
 
 @dataclass(frozen=True)
 class CheckpointOutline:
@@ -65,18 +71,28 @@ class CheckpointOutline:
     spec: ModelSpec
     layers: tuple[int, ...]
     """Number of layers of each stage."""
+    stand_ins: StandInsInfo | None = None
+    """For missing stages, if it has any."""
 
     def tokenizer(self) -> Any:
         return _tokenizer(self.place, self.spec.config.vocab_size)
 
 
-def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context: int | None = None) -> StagedModel:
+def load(
+    checkpoint: Path,
+    cut: str | None = None,
+    device: str = "cpu",
+    context: int | None = None,
+    *,
+    stand_ins: bool = True,
+) -> StagedModel:
     """A model cut into so many stages ("6"), or into stages of so many layers ("4,4,6"); `cut` None: as it was trained.
 
-    `context` replaces the number of tokens that the configuration allows.
+    `context` replaces the number of tokens that the configuration allows. Without `stand_ins`, bridges and adapters are
+    not read, and the model may be cut in any way.
     """
     check_device(device)
-    outline = read_outline(checkpoint, cut)
+    outline = read_outline(checkpoint, cut, stand_ins=stand_ins)
     place, spec, tokenizer = outline.place, outline.spec, outline.tokenizer()
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
@@ -86,11 +102,12 @@ def load(checkpoint: Path, cut: str | None = None, device: str = "cpu", context:
     for number, each in enumerate(layer_ranges(outline.layers)):
         stage = StageModel(spec, each, ends=number == 0).eval()
         _fill(stage, weights, place)
+        _add_stand_ins(stage, outline, number)
         stages.append(stage.to(device))
     return StagedModel(stages, tokenizer, prefix, context or spec.config.max_position_embeddings, device)
 
 
-def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
+def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = True) -> CheckpointOutline:
     """The model at this place, cut as by `load`."""
     place = locate_checkpoint(checkpoint)
     check_model_folder(place)
@@ -100,7 +117,15 @@ def read_outline(checkpoint: Path, cut: str | None = None) -> CheckpointOutline:
     else:
         config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
     spec = ModelSpec(config)
-    return CheckpointOutline(place, spec, layers_of(cut, spec) if cut is not None else known or (spec.layers,))
+    info = bridges_info(place, spec.layers) if stand_ins else None
+    known = info.layers if info else known
+    layers = layers_of(cut, spec) if cut is not None else known or (spec.layers,)
+    if info and layers != known:
+        raise UserError(
+            f"--cut {cut}: {place / BRIDGES_FILE} is for stages of {','.join(map(str, known))} layers; leave --cut "
+            "out, or take that file away"
+        )
+    return CheckpointOutline(place, spec, layers, info)
 
 
 def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> StageModel:
@@ -108,6 +133,7 @@ def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> 
     check_device(device)
     stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
     _fill(stage, select_weights(outline, {name for name, _ in stage.named_weights()}), outline.place)
+    _add_stand_ins(stage, outline, number)
     return stage.to(device)
 
 
@@ -255,6 +281,13 @@ def _tokenizer(place: Path, vocabulary: int) -> Any:
     if len(found) > vocabulary:
         raise UserError(f"{place}: its tokenizer has {len(found):,} tokens, the model {vocabulary:,}")
     return found
+
+
+def _add_stand_ins(stage: StageModel, outline: CheckpointOutline, number: int) -> None:
+    info = outline.stand_ins
+    if info is not None:
+        bridges, adapters = load_bridges(outline.place, info, number, stage)
+        stage.stand_ins = StandIns(len(info.layers), bridges, adapters, by_hop=info.adapters_by_hop).eval()
 
 
 @torch.no_grad()

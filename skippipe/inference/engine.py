@@ -49,8 +49,10 @@ class Decoder(ABC):
         for chain in self._chains:
             chain.move(source, target)
 
-    def _chain(self, visits: Visits, residual_scale: float) -> StageChain:
-        self._chains.append(StageChain(self._staged.stages, visits, residual_scale, self.max_tokens))
+    def _chain(self, subset: StageSubset, visits: Visits) -> StageChain:
+        """Some of the stages of a subset."""
+        models, scale = self._staged.stages, subset.residual_scale
+        self._chains.append(StageChain(models, visits, scale, self.max_tokens, subset.hops))
         return self._chains[-1]
 
     def _embed(self, tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -89,7 +91,7 @@ class TokenByToken(Decoder):
 
     def __init__(self, staged: StagedModel, subset: StageSubset, max_tokens: int) -> None:
         super().__init__(staged, subset, max_tokens)
-        self._whole = self._chain(subset.stages, subset.residual_scale)
+        self._whole = self._chain(subset, subset.stages)
 
     def begin(self, generations: Sequence[Generation]) -> list[list[int]]:
         rows = rows_of_prompts(generations)

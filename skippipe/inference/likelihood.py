@@ -57,9 +57,11 @@ class SubsetModel:
         """Hidden states of the last stage for [rows, tokens]."""
         hidden = self.staged.stages[0].embed(tokens)
         for number in self.subset.stages:
-            output = self.staged.stages[number](hidden)
+            stage, hop = self.staged.stages[number], self.subset.hops.get(number)
+            stage.set_hop(hop)
+            output = stage(hidden)
             scaled = number != 0 and self.subset.residual_scale != 1.0
-            hidden = torch.lerp(hidden, output, self.subset.residual_scale) if scaled else output
+            hidden = stage.cross(torch.lerp(hidden, output, self.subset.residual_scale) if scaled else output, hop)
         return hidden
 
     def likelihoods(

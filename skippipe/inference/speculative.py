@@ -179,6 +179,7 @@ class StageTimings:
     def __init__(self, staged: StagedModel, subset: StageSubset, clock: Callable[[], float]) -> None:
         self._clock = clock
         stages = staged.stages
+        self._stand_ins = staged.stand_ins
         hidden = {count: embed(stages[0], [[0] * count]) for count in (1, TIMED_TOKENS, TIMED_AFTER)}
         times: dict[int, list[float]] = {1: [], TIMED_TOKENS: []}
         for number in subset.stages:
@@ -194,7 +195,8 @@ class StageTimings:
 
     def speedup(self, subset: StageSubset, draft: StageSubset, agreement: float) -> float:
         """The speedup by this draft, if this share of its tokens is accepted."""
-        shared = sum(self.stage_s[number] for number in subset.stages[: shared_stages(subset, draft)])
+        count = shared_stages(subset, draft, stand_ins=self._stand_ins)
+        shared = sum(self.stage_s[number] for number in subset.stages[:count])
         whole = sum(self.stage_s.values()) + self.head_s
         drafting = sum(self.stage_s[number] for number in draft.stages) + self.head_s
         verifying = shared + self.several * (whole - shared)
@@ -209,8 +211,11 @@ class StageTimings:
         return min(taken)
 
 
-def shared_stages(subset: StageSubset, draft: StageSubset) -> int:
-    """Number of stages with which both begin, at the same residual scale; stage 0 is never scaled."""
+def shared_stages(subset: StageSubset, draft: StageSubset, *, stand_ins: bool = False) -> int:
+    """Number of stages with which both begin, at the same residual scale; stage 0 is never scaled. None with stand-ins
+    for missing stages: what a stage makes then depends on how many are."""
+    if stand_ins:
+        return 0
     alike = subset.residual_scale == draft.residual_scale
     pairs = zip(subset.stages, draft.stages, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1] and (alike or not pair[0]), pairs))
@@ -298,10 +303,10 @@ class Speculator(Decoder):
         self.record = DraftRecord()
         self._length = DraftLength(draft_tokens)
         self._clock = clock
-        shared = shared_stages(subset, draft)
-        self._first = self._chain(subset.stages[:shared], subset.residual_scale)
-        self._rest = self._chain(subset.stages[shared:], subset.residual_scale)
-        self._own = self._chain(draft.stages[shared:], draft.residual_scale)
+        shared = shared_stages(subset, draft, stand_ins=staged.stand_ins)
+        self._first = self._chain(subset, subset.stages[:shared])
+        self._rest = self._chain(subset, subset.stages[shared:])
+        self._own = self._chain(draft, draft.stages[shared:])
         self._missed: dict[int, list[Tensor]] = {}
         """Slot → hidden states [1, d] of tokens that the draft's own stages have not computed yet."""
 

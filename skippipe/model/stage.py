@@ -1,6 +1,6 @@
 """A stage: consecutive layers of a model as one module. Stage 0 also has the embedding, the final norm and the head.
 
-A bridge stands in for the stages that a hop skips (studies only). A stage holds one for each later stage that a hop may
+A bridge stands in for the stages that a hop skips. A stage holds one for each later stage that a hop may
 skip to, and one for the head. It adds to the activations a small map of its own: a gain for every channel, and a matrix
 of low rank,
 
@@ -9,7 +9,7 @@ of low rank,
 Gain and `up` are zero at the start, so an untrained bridge changes nothing. Both are linear in n: what layers add on
 average is close to that, and it costs a few thousandths of a stage's work.
 
-Adapters are the other stand-in (studies only): matrices of low rank beside every linear map of a stage's layers, as in
+Adapters are the other stand-in: matrices of low rank beside every linear map of a stage's layers, as in
 LoRA. Their part is the larger the more stages a microbatch skips, and nothing for one that visits them all: so the
 whole model does not depend on them.
 """
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from skippipe.model.lora import initial, is_adapter
 from skippipe.model.model_spec import ModelSpec, is_linear
+from skippipe.stage_subset import Hop
 
 EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
 
@@ -51,6 +52,8 @@ class StageModel(nn.Module):
             self.requires_grad_(False)
             for number, layer in zip(layers, self.layers, strict=True):
                 add_lora(layer, f"model.layers.{number}", spec)
+        self.stand_ins: StandIns | None = None
+        """For other stages that are missing, at inference."""
         self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
         self._watch_routers()
@@ -75,6 +78,15 @@ class StageModel(nn.Module):
             else:
                 hidden = layer(hidden, **inputs)
         return hidden.to(dtype)
+
+    def set_hop(self, hop: Hop | None) -> None:
+        """How the path of the next forward passes goes on from here; None: no stage is missing."""
+        if self.stand_ins is not None:
+            self.stand_ins.set_hop(hop)
+
+    def cross(self, hidden: Tensor, hop: Hop | None) -> Tensor:
+        """What reaches the stage that the hop leads to: over a bridge, if there is one."""
+        return hidden if hop is None or self.stand_ins is None else self.stand_ins.cross(hidden, hop)
 
     def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The loss of the next token, the mean over all tokens of the microbatch that count: negative labels do not."""
@@ -114,6 +126,14 @@ class StageModel(nn.Module):
     def frozen_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The others."""
         yield from (pair for pair in self._named_parameters() if not pair[1].requires_grad)
+
+    def linear_maps(self) -> Iterator[tuple[str, nn.Linear]]:
+        """Those of its layers that are nothing else, under the names that they have in the whole model."""
+        for number, layer in zip(self.numbers, self.layers, strict=True):
+            for name, module in layer.named_modules(prefix=f"model.layers.{number}"):
+                if is_linear(module):
+                    assert isinstance(module, nn.Linear)
+                    yield name, module
 
     def frozen_to(self, dtype: torch.dtype) -> None:
         """Hold the matrices of linear maps and of the embedding that are not trained in another type: that in which
@@ -272,12 +292,56 @@ class StageAdapters(nn.Module):
         self.scale: Tensor | None = None
         """How strong adapters are for each sample of the next forward pass, [samples, 1, 1], or each of their ranks,
         [samples, 1, rank]; None: not at all."""
+        self.rank = rank
+        self.names: list[str] = []
+        """Of the linear maps that have adapters, in the whole model."""
         self.parts = nn.ModuleList()
         generator = torch.Generator().manual_seed(seed * 1_000_003 + stage.numbers.start)
-        for module in stage.layers.modules():
-            if type(module) is nn.Linear:
-                adapter = LinearAdapter(module, rank, generator)
-                module.__class__ = AdaptedLinear  # not a module around it, which would rename its weights
-                object.__setattr__(adapter, "stage", self)  # references, not submodules
-                object.__setattr__(module, "adapter", adapter)
-                self.parts.append(adapter)
+        for name, module in list(stage.linear_maps()):
+            adapter = LinearAdapter(module, rank, generator)
+            module.__class__ = AdaptedLinear  # not a module around it, which would rename its weights
+            object.__setattr__(adapter, "stage", self)  # references, not submodules
+            object.__setattr__(module, "adapter", adapter)
+            self.names.append(name)
+            self.parts.append(adapter)
+
+
+def adapter_scale(missing: Tensor, left_out: Tensor, stages: int, rank: int, *, by_hop: bool) -> Tensor:
+    """`StageAdapters.scale` of samples that leave out so many of the stages each, and so many of these by the hop from
+    the stage. With `by_hop`, hops that leave out 0, 1, … up to half of the stages have an equal part of the rank each.
+    """
+    scale = (missing * (2 / stages)).view(-1, 1, 1)
+    if not by_hop:
+        return scale
+    hops, here = stages // 2 + 1, left_out.view(-1, 1, 1)
+    hop_of = torch.arange(rank, device=missing.device) * hops // rank
+    return torch.where(here > 0, 1.0, scale) * (hop_of == here.clamp(max=hops - 1))
+
+
+class StandIns(nn.Module):
+    """Bridges and adapters of a stage at inference, where all samples take the same path."""
+
+    def __init__(self, stages: int, bridges: Bridges | None, adapters: StageAdapters | None, *, by_hop: bool) -> None:
+        super().__init__()
+        self.bridges = bridges
+        self.adapters = adapters
+        self._stages, self._by_hop = stages, by_hop
+        self._scales: dict[Hop | None, Tensor | None] = {None: None}
+
+    def set_hop(self, hop: Hop | None) -> None:
+        if self.adapters is None:
+            return
+        if hop not in self._scales:
+            assert hop is not None
+            device = next(self.adapters.parameters()).device
+            missing, left_out = (torch.tensor([each], device=device) for each in (hop.missing, hop.left_out))
+            self._scales[hop] = adapter_scale(missing, left_out, self._stages, self.adapters.rank, by_hop=self._by_hop)
+        self.adapters.scale = self._scales[hop]
+
+    def cross(self, hidden: Tensor, hop: Hop) -> Tensor:
+        if self.bridges is None or not hop.left_out:
+            return hidden
+        bridges, at, width = self.bridges, hop.left_out - 1, self.bridges.width
+        normed = functional.rms_norm(hidden, (width,), eps=EPSILON)
+        low = normed @ bridges.down[at].view(width, -1) @ bridges.up[at].view(-1, width)
+        return (hidden + (low + normed * bridges.gain.view(-1, width)[at])).to(hidden.dtype)

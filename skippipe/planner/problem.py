@@ -19,8 +19,8 @@ from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
-from skippipe.planner.codec_prices import CodecBudget
 from skippipe.optim import DEFAULT
+from skippipe.planner.codec_prices import CodecBudget
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 

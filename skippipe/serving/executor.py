@@ -84,7 +84,7 @@ class ServingExecutor:
             rows = [step.rows[number] for number in group]
             batch = BatchRows(tuple(r.slot for r in rows), tuple(r.start for r in rows), tuple(r.count for r in rows))
             padded = torch.nn.utils.rnn.pad_sequence([hidden[number] for number in group], batch_first=True)
-            outputs = stage.forward(padded, batch)
+            outputs = stage.forward(padded, batch, hop=step.hop)
             for number, row, output in zip(group, rows, outputs, strict=True):
                 hidden[number] = output[: row.count]
         return torch.cat(hidden)

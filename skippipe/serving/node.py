@@ -242,7 +242,8 @@ class ServingConfig:
 def serving_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) -> Role:
     node_config = ServingConfig.from_json(config)
     number, stage = node_config.number[join_config.name], node_config.stage_of[join_config.name]
-    info = NodeInfo(number, stage, len(node_config.stage_of), node_config.vocabulary, node_config.cache_tokens)
+    stage_of = tuple(node_config.stage_of.values())
+    info = NodeInfo(number, len(node_config.layers), stage_of, node_config.vocabulary, node_config.cache_tokens)
     return Role(
         machine=ServingNode(info, env),
         build=lambda: build_executor(node_config, stage, join_config),

@@ -10,6 +10,7 @@ from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams, TokenLogprobs
 from skippipe.runtime.messages import RunStep
 from skippipe.serving.scheduler import ServingStep
+from skippipe.stage_subset import Hop, hops_of
 from skippipe.transport.message import LARGEST_COUNT
 
 
@@ -47,6 +48,8 @@ class StepInput:
     """Tokens of each row; for the first node of the path alone."""
     sampling: tuple[RowSampling, ...]
     """How to choose the next token of each row; for the first node of the path alone."""
+    hop: Hop | None = None
+    """How the path goes on from this node's stage, if it leaves stages out."""
 
     @property
     def num_tokens(self) -> int:
@@ -146,12 +149,17 @@ class NodeInfo:
     """What a node knows of itself and of the cluster."""
 
     number: int
-    stage: int
-    nodes: int
-    """Number of nodes: their numbers are below it."""
+    stages: int
+    """Number of stages of the model."""
+    stage_of: tuple[int, ...]
+    """The stage of every node."""
     vocabulary: int
     cache_tokens: int
     """Tokens that the KV cache of a route has room for."""
+
+    @property
+    def stage(self) -> int:
+        return self.stage_of[self.number]
 
 
 def parse_step(message: RunStep, node: NodeInfo) -> StepInput:
@@ -162,7 +170,7 @@ def parse_step(message: RunStep, node: NodeInfo) -> StepInput:
     first = message.path[:1] == [node.number]
     _check(message.lane <= LARGEST_COUNT, "a route of too large a number")
     _check(len(set(message.path)) == len(message.path), "a path that visits a node twice")
-    _check(all(each < node.nodes for each in message.path), "a path over unknown nodes")
+    _check(all(each < len(node.stage_of) for each in message.path), "a path over unknown nodes")
     _check(node.number in message.path, "a step that does not come here")
     _check(first == (node.stage == 0), "a path that begins elsewhere than at stage 0")
     rows = _rows(message.rows, node.cache_tokens)
@@ -173,7 +181,9 @@ def parse_step(message: RunStep, node: NodeInfo) -> StepInput:
         _check([len(row) for row in tokens] == [row.count for row in rows], "other tokens than its rows have")
         _check(all(token < node.vocabulary for row in tokens for token in row), "a token beyond the vocabulary")
         sampling = _sampling(message, len(rows), node.vocabulary)
-    return StepInput(message.step, message.lane, tuple(message.path), rows, tuple(message.freed), tokens, sampling)
+    path = tuple(message.path)
+    hop = hops_of(tuple(node.stage_of[each] for each in path), node.stages).get(node.stage)
+    return StepInput(message.step, message.lane, path, rows, tuple(message.freed), tokens, sampling, hop)
 
 
 def _rows(rows_json: list[list[int]], room: int) -> tuple[InputRow, ...]:

@@ -158,6 +158,9 @@ class Variant:
     microbatches."""
     heal_passes: Annotated[int, ITERATIONS] = 1
     """How often the microbatches of an iteration are sent, on other paths each time, while only these learn."""
+    heal_fit: Annotated[int, Range(0, 10_000)] = 0
+    """When only these begin to learn, bridges become the linear maps that come closest to what they leave out, by the
+    hidden states of the whole model on the text of the next so many iterations; 0: they begin as they are."""
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
@@ -173,6 +176,8 @@ class Variant:
             raise UserError(f"variant '{self.name}': bridges need the rules: leave out 'breaks', or recipe.bridges")
         if self.recipe.heal and self.traffic.gradients:
             raise UserError(f"variant '{self.name}': traffic.gradients: not with recipe.heal; leave out one of them")
+        if self.heal_fit and not (self.recipe.heal and self.recipe.bridges):
+            raise UserError(f"variant '{self.name}': heal_fit: add recipe.heal and recipe.bridges, which are fitted")
 
 
 @dataclass(frozen=True)
@@ -297,6 +302,8 @@ class StudyRun:
         for name in ("heal_rate", "heal_split", "heal_passes"):
             if variant[name] == 1:
                 del variant[name]
+        if not variant["heal_fit"]:
+            del variant["heal_fit"]
         if self.variant.traffic == Traffic():
             del variant["traffic"]
         measuring = asdict(study.measuring)

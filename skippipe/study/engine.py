@@ -11,7 +11,7 @@ stage decides which kernels run, and who they are is data: so passes of one shap
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -22,11 +22,20 @@ from torch.nn import functional
 
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import EPSILON, Bridges, StageAdapters, StageModel, bridges_of, layer_ranges
+from skippipe.model.stage import (
+    EPSILON,
+    Bridges,
+    StageAdapters,
+    StageModel,
+    adapter_scale,
+    bridges_of,
+    layer_ranges,
+)
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
 from skippipe.study.config import Traffic
+from skippipe.study.least_squares import fit_bridges
 from skippipe.study.path_sampling import group_by_stage
 from skippipe.study.traffic import gradient_sum, sent
 
@@ -87,14 +96,18 @@ class Engine:
         device: str = "cpu",
         low_precision: bool = False,
         compiled: bool = False,
+        frozen: Sequence[StageModel] | None = None,
     ) -> None:
+        """`frozen` are the stages of a finished model: of these only bridges and adapters can be trained (healing)."""
         self.recipe = recipe
         self.traffic = traffic
         self.learning = learning
         self.device = device
         self._ranges = list(enumerate(layer_ranges(layers)))
-        self.stages = [StageModel(spec, each, ends=index == 0).to(device) for index, each in self._ranges]
-        self.weights = [FlatParams(stage.named_weights(), learning) for stage in self.stages]
+        stages = frozen or [StageModel(spec, each, ends=index == 0) for index, each in self._ranges]
+        self.stages = [stage.requires_grad_(frozen is None).to(device) for stage in stages]
+        trained = self.stages if frozen is None else ()
+        self.weights = [FlatParams(stage.named_weights(), learning) for stage in trained]
         self._lay_bridges(self._new_bridges(spec))
         self.adapters = self._new_adapters(self.stages, spec.seed)
         self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
@@ -156,6 +169,10 @@ class Engine:
         """Each is held by the stage at which it begins, beside its weights: so models are exported without them."""
         self.bridges = [each.to(self.device) for each in bridges]
         self.bridge_weights = [FlatParams(each.named_parameters(), self.learning) for each in self.bridges]
+
+    def fit_bridges(self, batches: Iterable[Tensor]) -> None:
+        """Make them the linear maps that come closest to what they leave out, on these token ids."""
+        fit_bridges(self.bridges, map(self._whole_states, batches))
 
     def grow(self, donors: Mapping[int, int]) -> None:
         """Make stages copies of others, with the state that the optimizer gives to grown layers."""
@@ -298,9 +315,14 @@ class Engine:
         """Whether there are adapters and a teacher yet; they wait for healing, if there is any."""
         return shape.healing or not self.recipe.heal
 
-    @torch.no_grad()
     def _teacher(self, inputs: Tensor) -> Tensor:
         """The hidden states of the whole model after each stage, or only after the last if no others are needed."""
+        found = self._whole_states(inputs)
+        return torch.stack(found if self.recipe.distill_hidden else found[-1:])
+
+    @torch.no_grad()
+    def _whole_states(self, inputs: Tensor) -> list[Tensor]:
+        """The hidden states of the whole model after each stage."""
         self._set_adapters(None)
         found = []
         with self._autocast():
@@ -309,7 +331,7 @@ class Engine:
                 hidden = stage(hidden)
                 found.append(hidden)
                 hidden = sent(hidden, self.traffic.wire)
-        return torch.stack(found if self.recipe.distill_hidden else found[-1:])
+        return found
 
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         """What the mean loss becomes more by when the next token is taken from the teacher instead of the text."""
@@ -326,12 +348,11 @@ class Engine:
     def _set_adapters(self, missing: Tensor | None, left_out: Tensor | int = 0) -> None:
         """Adapters for the next forward pass, through one stage, of samples that skip so many stages each, and of these
         so many by the hop from that stage."""
-        scale = None if missing is None else (missing * (2 / len(self.stages))).view(-1, 1, 1)
-        if scale is not None and self.recipe.adapters_by_hop:
-            rank, hops = self.recipe.adapters, len(self.stages) // 2 + 1
-            left_out = torch.as_tensor(left_out, device=self.device).expand(len(scale)).view(-1, 1, 1)
-            hop_of = torch.arange(rank, device=self.device) * hops // rank
-            scale = torch.where(left_out > 0, 1.0, scale) * (hop_of == left_out.clamp(max=hops - 1))
+        scale = None
+        if missing is not None:
+            here = torch.as_tensor(left_out, device=self.device).expand(len(missing))
+            by_hop, rank = self.recipe.adapters_by_hop, self.recipe.adapters
+            scale = adapter_scale(missing, here, len(self.stages), rank, by_hop=by_hop)
         for each in self.adapters:
             each.scale = scale
 

@@ -132,6 +132,9 @@ class Runner:
                 continue
             if kept_file and number == run.heals_at and not resumed_at:
                 save_frozen(engine, kept_file, losses, curve, time.perf_counter() - began - evaluation_s)
+            if variant.heal_fit and number == run.heals_at:
+                texts = range(number, min(run.iterations, number + variant.heal_fit))
+                engine.fit_bridges(self._text.iteration(sampler, each)[0] for each in texts)
             engine.grow(paths.born)
             young = len(paths.there) < variant.stages
             inputs, labels = self._text.iteration(sampler, number)

@@ -146,6 +146,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         "skippipe.training.depth_growth.check_job",
         "skippipe.training.run_folder.open_run_folder",
     ),
+    "heal": ("skippipe.study.healing.heal",),
     "score": ("skippipe.lm_harness.tasks.write_tasks",),
     "serve": ("skippipe.serving.launcher.ServeApp",),
     "node": ("skippipe.runtime.node.agent.NodeAgent",),
@@ -162,6 +163,14 @@ PARTS: dict[str, tuple[str, ...]] = {
 """Of every command that hands its work on: to what."""
 
 
+HEALED = {
+    **dict.fromkeys(("bridges", "adapters", "parameters", "parameters_added", "steps", "steps_wanted"), 1),
+    **dict.fromkeys(("tokens", "text_tokens", "held_out_tokens", "seconds"), 1),
+    "layers": [1, 1],
+    "perplexity": [{"missing": 0, "parts": 1, "before": 2.0, "after": 2.0, "worst_before": 2.0, "worst_after": 2.0}],
+}
+
+
 def answer(part: str, plan: Plan) -> Any:
     """What a part gives back that is not run."""
     name = part.rpartition(".")[2]
@@ -173,6 +182,7 @@ def answer(part: str, plan: Plan) -> Any:
         "NodeAgent": SimpleNamespace(run=lambda: ""),
         "ServeApp": SimpleNamespace(run=lambda: None),
         "listen": nullcontext(SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1))),
+        "heal": HEALED,
         "runs_of": [1],
         "outdated_variants": [],
         "all_tables": [Table("A table", "", ("a",), [["1"]])],

@@ -43,6 +43,7 @@ from skippipe.transport.message import GradientPiece, Message, StepHop
 from tests.helpers.echo_engine import PLACES, VOCABULARY, expected_tokens, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
+STAGES = tuple(STAGE_OF[node] for node in sorted(STAGE_OF))
 Prefixes = list[tuple[int, ...]]
 """What stands for a hidden state: all tokens up to and with this one."""
 
@@ -101,7 +102,7 @@ class Place:
         self.world = world
         self.number = number
         self.executor = SymbolicExecutor(STAGE_OF[number])
-        self.node = ServingNode(NodeInfo(number, STAGE_OF[number], len(STAGE_OF), VOCABULARY, 2**16), self)
+        self.node = ServingNode(NodeInfo(number, len(PLACES), STAGES, VOCABULARY, 2**16), self)
         self.alive = True
 
     def now_ns(self) -> int:

@@ -144,7 +144,8 @@ def test_results_from_before_bridges_are_still_known() -> None:
     study = Study("headline", [Variant("full"), Variant("bridged", SkipSchedule("1/2", bridges=8))])
     full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
     assert not {"bridges", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden"} & full.keys()
-    assert not any({"heal_rate", "heal_split", "heal_passes"} & run.settings["variant"].keys() for run in study.runs)
+    later = {"heal_rate", "heal_split", "heal_passes", "heal_fit"}
+    assert not any(later & run.settings["variant"].keys() for run in study.runs)
     assert bridged["bridges"] == 8
 
 
@@ -263,6 +264,7 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
         Variant("faster", replace(recipe, adapters=4, distill=0.5), 4, heal_rate=2.0),
         Variant("in parts, twice", replace(recipe, adapters=4), 4, heal_split=3, heal_passes=2),
         Variant("longer", longer, 4, tokens=600),  # the same iterations before
+        Variant("fitted", recipe, 4, heal_fit=2),
         Variant("other", replace(recipe, gradients="all"), 4),
     ]
     study = replace(base, variant=variants, seeds=[0])
@@ -274,7 +276,10 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
         return read_results(tmp_path / name)
 
     alone, shared, again = done("alone", None), done("shared", frozen), done("again", frozen)
-    assert len(list(frozen.iterdir())) == 2, "one for the first four"
+    assert len(list(frozen.iterdir())) == 2, "one for the first five"
+    (one, fitted) = (next(each for each in alone if each["variant"] == name) for name in ("one", "fitted"))
+    assert one["whole"] == fitted["whole"]
+    assert one["parts"] != fitted["parts"]
     for results in (shared, again):
         for expected, found in zip(alone, results, strict=True):
             for name in ("variant", "curve", "whole", "parts", "lengths", "key"):

@@ -33,7 +33,7 @@ from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.likelihood import BATCH_TOKENS, HEAD_ROWS, CountProgress
 from skippipe.json_fields import exists
 from skippipe.plan import Plan
-from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
+from skippipe.stage_subset import Hop, StageSubset, Visits, residual_scale_of
 
 DEFAULT_CONTEXT = 512  # tokens of a window, if it is unknown on how many the model was trained
 MAX_LOSS = 700.0  # its perplexity can still be written as a number
@@ -141,20 +141,21 @@ class TextLoss(NamedTuple):
 
 @dataclass
 class PrefixTree:
-    """Subsets that begin with the same stages."""
+    """Subsets that begin with the same stages, and where others stand in for missing ones, by the same hops."""
 
     complete: list[StageSubset] = field(default_factory=list)
-    onward: dict[int, dict[float, PrefixTree]] = field(default_factory=dict)
-    """Next stage → its residual scale → the subsets that go on so."""
+    onward: dict[tuple[int, Hop | None], dict[float, PrefixTree]] = field(default_factory=dict)
+    """Next stage and the hop from it → its residual scale → the subsets that go on so."""
 
 
-def prefix_tree(subsets: Iterable[StageSubset]) -> PrefixTree:
+def prefix_tree(subsets: Iterable[StageSubset], *, stand_ins: bool) -> PrefixTree:
     root = PrefixTree()
     for subset in subsets:
         at = root
         for stage in subset.stages:
             residual_scale = subset.residual_scale if stage else 1.0
-            at = at.onward.setdefault(stage, {}).setdefault(residual_scale, PrefixTree())
+            hop = subset.hops.get(stage) if stand_ins else None
+            at = at.onward.setdefault((stage, hop), {}).setdefault(residual_scale, PrefixTree())
         at.complete.append(subset)
     return root
 
@@ -177,7 +178,7 @@ class PerplexityMeter:
         missing = [subset for subset in dict.fromkeys(subsets) if subset not in self.losses]
         if not missing:
             return
-        tree = prefix_tree(missing)
+        tree = prefix_tree(missing, stand_ins=self.staged.stand_ins)
         batches = [(text, numbers) for text in self.texts for numbers in text.batches(self.batch_tokens)]
         with torch.autocast(torch.device(self.staged.device).type, torch.bfloat16, enabled=(self.dtype == "bf16")):
             for done, (text, numbers) in enumerate(batches):
@@ -211,11 +212,13 @@ class PerplexityMeter:
         if tree.complete:
             loss = self._loss(hidden, labels)
             yield from ((subset, loss) for subset in tree.complete)
-        for stage, scales in tree.onward.items():
-            output = self.staged.stages[stage](hidden)
+        for (number, hop), scales in tree.onward.items():
+            stage = self.staged.stages[number]
+            stage.set_hop(hop)
+            output = stage(hidden)
             for scale, following in scales.items():
                 scaled = output if scale == 1.0 else torch.lerp(hidden, output, scale)
-                yield from self._walk(following, scaled, labels)
+                yield from self._walk(following, stage.cross(scaled, hop), labels)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, summed over all tokens."""

@@ -1,0 +1,352 @@
+"""Healing: minutes of training after which a finished model answers well when stages are missing.
+
+The model itself is frozen and stays as it is. Bridges and adapters (see `model.stage`) learn from it: the part of the
+model that a path visits is to say what the whole model says, and its hidden states are to be those of the whole model
+where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
+missing stage to half of them, get the same share of the text.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.random import default_rng
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from skippipe.checkpoint.bridges_file import BRIDGES_FILE, write_bridges
+from skippipe.checkpoint.format import MANIFEST
+from skippipe.data.prepare import prepare
+from skippipe.data.token_file import Ids
+from skippipe.data.tokenizer import TextTokenizer
+from skippipe.errors import UserError
+from skippipe.inference.checkpoint_loader import StagedModel, layers_of, load, read_outline
+from skippipe.inference.eval.perplexity import DEFAULT_CONTEXT, Windows, beginning_of, open_text
+from skippipe.json_fields import json_text, write_text
+from skippipe.model.model_files import INDEX
+from skippipe.model.model_spec import check_device
+from skippipe.optim.config import OptimConfig
+from skippipe.skip_schedule import SkipSchedule
+from skippipe.stage_subset import Visits, draw_subsets
+from skippipe.study.engine import Engine
+from skippipe.study.path_sampling import sample_paths_of_lengths
+
+STAGES = 6  # of a model that is in one piece
+SMALLEST_RANK, LARGEST_RANK, LARGEST_BRIDGES = 8, 512, 128
+RATE, RATE_WIDTH = 1e-3, 512  # the learning rate, for so many channels or fewer; of more it is less
+STEP_TOKENS = 5120  # of a step, or a few more
+FIT_STEPS = 8  # whose text bridges are fitted on before the first step
+PASSES, MOST_TOKENS = 8, 20_000_000  # by default: so often over the text, but not more
+HELD_OUT, HELD_OUT_TOKENS = 20, 16_384  # every 20th window, and up to so many tokens, if no text is given for it
+LEAST_WINDOWS = 32  # to learn from
+PARTS = 8  # of each size that are measured
+SHOWN_STEPS = 10  # whose mean loss is shown
+KINDS = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
+"""How the files of a model folder end that are copied."""
+
+CountProgress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class HealSettings:
+    cut: str | None = None
+    """As for `load`; None: as the model was exported, or else `STAGES` stages."""
+    rank: int | None = None
+    """Rank of the adapters; 0: none. None: a quarter of the model's channels, up to `LARGEST_RANK`."""
+    bridges: int | None = None
+    """Rank of the bridges, likewise, up to `LARGEST_BRIDGES`."""
+    tokens: int | None = None
+    """Tokens to learn from; None: `PASSES` times all of the text, up to `MOST_TOKENS`."""
+    sequence: int | None = None
+    """Tokens of a sample; None: 512, or as many as the model attends to."""
+    rate: float | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class PartsLoss:
+    """Losses of parts of the model that miss the same number of stages."""
+
+    missing: int
+    losses: dict[Visits, float]
+
+    @property
+    def perplexity(self) -> float:
+        return fmean(math.exp(loss) for loss in self.losses.values())
+
+    @property
+    def worst(self) -> float:
+        return math.exp(max(self.losses.values()))
+
+
+@dataclass
+class Healing:
+    """A model that is being healed."""
+
+    engine: Engine
+    layers: tuple[int, ...]
+    train: Windows
+    held_out: Windows
+    tokens: int
+    """Tokens to learn from."""
+    rate: float
+    """The highest learning rate."""
+    seed: int
+    place: Path
+    """The folder of the model."""
+    steps_done: int = field(init=False, default=0)
+
+    @property
+    def stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Stages on the path of each sample of a step: as many of every length, and if they are not too many for a step
+        then so many that all stages get as many."""
+        length, sizes = self.train.length, len(self._sizes)
+        even = sizes * (self.stages - 1)
+        count = max(1, STEP_TOKENS // (sizes * length))
+        if even * length <= 2 * STEP_TOKENS:
+            count = math.ceil(STEP_TOKENS / (even * length)) * (self.stages - 1)
+        return [self.stages - missing for missing in self._sizes for _ in range(count)]
+
+    @property
+    def steps(self) -> int:
+        return max(1, self.tokens // self._step_tokens)
+
+    def run(self, stopped: Sequence[Any], progress: CountProgress) -> None:
+        """Take all steps, or those until something is in `stopped`."""
+        engine, rows, steps = self.engine, self._rows(), self.steps
+        batches = [next(rows) for _ in range(min(FIT_STEPS, steps))]
+        if engine.bridges:
+            progress("fitting bridges", 0, steps)
+            engine.fit_bridges(each[:, :-1] for each in batches)
+        generator, warmup = default_rng([self.seed, 1]), min(100, steps // 10)
+        schedule = OptimConfig(rate=self.rate, warmup=warmup, iterations=max(steps, warmup + 1), floor=0.05)
+        losses: list[Tensor] = []
+        for number in range(steps):
+            given = batches[number] if number < len(batches) else next(rows)
+            visits = sample_paths_of_lengths(generator, self.lengths, self.stages, engine.recipe)
+            rate = schedule.rate_at(number)
+            losses.append(engine.iteration(number, given[:, :-1], given[:, 1:], visits, healing=True, rate=rate))
+            self.steps_done = number + 1
+            if len(losses) == SHOWN_STEPS or self.steps_done == steps:
+                mean = float(torch.stack(losses).mean())
+                progress(f"healing, loss without stages {mean:.3f}", self.steps_done, steps)
+                losses.clear()
+            if stopped:
+                break
+
+    def measure(self) -> list[PartsLoss]:
+        """Losses on held-out text of the whole model, and of parts that miss 1, 2, … up to half of the stages."""
+        found = []
+        for missing in (0, *self._sizes):
+            parts = draw_subsets(self.stages, self.stages - missing, PARTS, self.seed)
+            found.append(PartsLoss(missing, {part: self._loss(part) for part in parts}))
+        return found
+
+    def write(self, folder: Path) -> Path:
+        """Write bridges and adapters; UserError if they cannot be."""
+        engine, config = self.engine, self.engine.stages[0].spec.config
+        dtype = torch.bfloat16 if config.dtype == torch.bfloat16 else torch.float32
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return write_bridges(folder, self.layers, engine.bridges, engine.adapters, dtype=dtype)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{folder / BRIDGES_FILE}: cannot be written: {error}") from None
+
+    def figures(self, before: Sequence[PartsLoss], after: Sequence[PartsLoss], seconds: float) -> dict[str, Any]:
+        """What `heal` gives back."""
+        engine = self.engine
+        return {
+            "layers": list(self.layers),
+            "bridges": engine.recipe.bridges,
+            "adapters": engine.recipe.adapters,
+            "parameters": sum(each.numel() for stage in engine.stages for _, each in stage.named_weights()),
+            "parameters_added": engine.parameters,
+            "steps": self.steps_done,
+            "steps_wanted": self.steps,
+            "tokens": self.steps_done * self._step_tokens,
+            "text_tokens": self.train.tokens,
+            "held_out_tokens": self.held_out.tokens,
+            "seconds": round(seconds, 1),
+            "perplexity": [
+                {
+                    "missing": old.missing,
+                    "parts": len(old.losses),
+                    "before": round(old.perplexity, 4),
+                    "after": round(new.perplexity, 4),
+                    "worst_before": round(old.worst, 4),
+                    "worst_after": round(new.worst, 4),
+                }
+                for old, new in zip(before, after, strict=True)
+            ],
+        }
+
+    @property
+    def _step_tokens(self) -> int:
+        return len(self.lengths) * self.train.length
+
+    @property
+    def _sizes(self) -> range:
+        """How many stages are missing."""
+        return range(1, self.stages // 2 + 1)
+
+    def _rows(self) -> Iterator[Tensor]:
+        """The samples of step after step: all windows of the text in random order, and again in another one."""
+        generator, size, left = default_rng([self.seed, 2]), len(self.lengths), np.empty(0, dtype=np.int64)
+        while True:
+            while len(left) < size:
+                left = np.concatenate([left, generator.permutation(np.array(self.train.numbers))])
+            yield self.train.rows(left[:size].tolist()).to(self.engine.device)
+            left = left[size:]
+
+    def _loss(self, part: Visits) -> float:
+        sums = 0.0
+        for numbers in self.held_out.batches(self._step_tokens):
+            rows = self.held_out.rows(numbers).to(self.engine.device)
+            sums += len(numbers) * float(self.engine.loss_of(rows[:, :-1], rows[:, 1:], part, 1.0))
+        return sums / len(self.held_out.numbers)
+
+
+def heal(
+    model: Path,
+    texts: Sequence[str],
+    output: Path,
+    held_out: str | None,
+    settings: HealSettings,
+    stopped: Sequence[Any] = (),
+    progress: CountProgress = lambda what, done, of: None,
+) -> dict[str, Any]:
+    """Heal a model, and write it with its bridges and adapters to a folder; the figures, as --json prints them.
+
+    When something is in `stopped`, it ends with what is learned until then.
+    """
+    began = time.monotonic()
+    healing = begin_healing(model, texts, held_out, settings, progress)
+    progress("measuring before", 0, healing.steps)
+    before = healing.measure()
+    if stopped:
+        raise KeyboardInterrupt  # nothing is learned yet
+    healing.run(stopped, progress)
+    healing.write(output)
+    copy_model(healing.place, output)
+    progress("measuring after", healing.steps, healing.steps)
+    return healing.figures(before, healing.measure(), time.monotonic() - began)
+
+
+def begin_healing(
+    model: Path,
+    texts: Sequence[str],
+    held_out: str | None,
+    settings: HealSettings,
+    progress: CountProgress = lambda what, done, of: None,
+) -> Healing:
+    """A model and the text that it is healed on; UserError if it cannot be."""
+    check_device(settings.device)
+    outline = read_outline(model)
+    place, spec = outline.place, outline.spec
+    if (place / MANIFEST).is_file():
+        raise UserError(f"{place}: is a checkpoint; 'skippipe export {model} FOLDER' makes a folder of it, to heal")
+    if spec.router is not None:
+        raise UserError(f"{place}: a mixture of experts cannot be healed yet; dense models can")
+    in_stages = settings.cut or (str(min(STAGES, spec.layers)) if len(outline.layers) == 1 else None)
+    layers = outline.layers if in_stages is None else layers_of(in_stages, spec)
+    if len(layers) < 2:
+        raise UserError(f"{place}: of one stage none can be missing; cut the model into 2 or more, as by --cut 2")
+    width = spec.config.hidden_size
+    recipe = SkipSchedule(
+        "1/2",
+        bridges=_rank(settings.bridges, width, LARGEST_BRIDGES),
+        adapters=_rank(settings.rank, width, LARGEST_RANK),
+        distill=0.9,
+        distill_hidden=3.0,
+    )
+    if not (recipe.bridges or recipe.adapters):
+        raise UserError("--rank 0 and --bridges 0 leave nothing that could learn; give one of them")
+    tokenizer = TextTokenizer.load(place)
+
+    def reading(what: str, share: float) -> None:
+        progress(what, round(100 * share), 100)
+
+    several = len(texts) > 1
+    ids = prepare(texts, tokenizer, progress=reading).ids if several else open_text(texts[0], tokenizer, reading)
+    other = open_text(held_out, tokenizer, reading) if held_out else None
+    staged = load(model, ",".join(map(str, layers)), stand_ins=False)
+    train, test = _split(staged, ids, other, settings.sequence)
+    low_precision = not settings.device.startswith("cpu")
+    for stage in staged.stages if low_precision else ():
+        stage.requires_grad_(False).frozen_to(torch.bfloat16)
+    engine = Engine(
+        spec,
+        layers,
+        OptimConfig(),
+        recipe,
+        device=settings.device,
+        low_precision=low_precision,
+        frozen=staged.stages,
+    )
+    tokens = settings.tokens or min(MOST_TOKENS, PASSES * train.tokens)
+    rate = settings.rate or RATE * min(1.0, RATE_WIDTH / width)
+    return Healing(engine, layers, train, test, tokens, rate, settings.seed, place)
+
+
+def _rank(given: int | None, width: int, largest: int) -> int:
+    return given if given is not None else min(largest, max(SMALLEST_RANK, width // 4))
+
+
+def _split(staged: StagedModel, ids: Ids, other: Ids | None, sequence: int | None) -> tuple[Windows, Windows]:
+    """Windows to learn from, and held-out ones: of another text, or every so manieth of this one."""
+    if (sequence or 0) > staged.context:
+        raise UserError(
+            f"--sequence {sequence}: the model attends to {staged.context:,} tokens; give that many or fewer"
+        )
+    length, beginning = sequence or min(staged.context, DEFAULT_CONTEXT), beginning_of(staged.tokenizer)
+    total = max(0, len(ids) - (beginning is None)) // length
+    least = LEAST_WINDOWS + (HELD_OUT if other is None else 0)
+    if total < least:
+        raise UserError(
+            f"--data: {len(ids):,} tokens are too little to learn from; give {least * length:,} or more, or a smaller "
+            "--sequence"
+        )
+    every = Windows("data", ids, length, beginning, tuple(range(total)))
+    if other is not None:
+        return every, Windows.of("held-out", other, length, HELD_OUT_TOKENS, beginning)
+    tests = tuple(range(HELD_OUT - 1, total, HELD_OUT))
+    wanted = min(len(tests), max(1, HELD_OUT_TOKENS // length))
+    chosen = tuple(tests[at * len(tests) // wanted] for at in range(wanted))
+    learned = tuple(number for number in range(total) if number not in set(chosen))
+    return Windows("data", ids, length, beginning, learned), Windows("data", ids, length, beginning, chosen)
+
+
+def copy_model(place: Path, folder: Path) -> None:
+    """Copy what makes a model of a folder; UserError if it cannot be.
+
+    A single file of weights gets an index beside it: some programs read all files of weights that they find where
+    there is none, and these would read the bridges, too.
+    """
+    try:
+        for file in sorted(place.iterdir()):
+            if file.is_file() and file.suffix in KINDS and file.name != BRIDGES_FILE:
+                shutil.copyfile(file, folder / file.name)
+        single = folder / "model.safetensors"
+        if single.is_file() and not (folder / INDEX).is_file():
+            with safe_open(single, "pt") as opened:
+                names = sorted(opened.keys())
+            size = single.stat().st_size
+            index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(names, single.name)}
+            write_text(folder / INDEX, json_text(index) + "\n")
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}: cannot be written: {error}") from None

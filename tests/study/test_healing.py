@@ -1,0 +1,130 @@
+"""Healing of a finished model: the whole stays, its parts get better, and what is written is what was measured."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skippipe.checkpoint.bridges_file import BRIDGES_FILE
+from skippipe.errors import UserError
+from skippipe.inference.cached_stage import logits
+from skippipe.inference.checkpoint_loader import StagedModel, load
+from skippipe.inference.likelihood import SubsetModel
+from skippipe.model.model_files import INDEX
+from skippipe.stage_subset import StageSubset
+from skippipe.study.healing import HealSettings, begin_healing, heal
+from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to
+from tests.helpers.processes import Command
+
+torch.set_num_threads(1)
+SOME_WORDS = ("some", "words", "of", "what", "said", "Emma", "and", "more")
+QUICK = HealSettings(rank=8, bridges=4, sequence=16, tokens=30_000, rate=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skippipe.study.healing.STEP_TOKENS", 256)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    random = Random(0)
+    (tmp_path / "text.txt").write_text(" ".join(random.choice(SOME_WORDS) for _ in range(4000)))
+    return str(tmp_path / "text.txt")
+
+
+def test_parts_get_better_and_the_whole_model_stays(tmp_path: Path, text: str) -> None:
+    folder, output = tmp_path / "model", tmp_path / "healed"
+    export_to(folder)
+    said: list[str] = []
+    found = heal(folder, [text], output, None, QUICK, (), lambda what, done, of: said.append(f"{what} {done}/{of}"))
+    whole, one = found["perplexity"]
+    assert (whole["missing"], one["missing"]) == (0, 1)
+    assert whole["before"] == whole["after"]
+    assert one["before"] != one["after"]
+    assert found["steps"] == found["steps_wanted"] == 30_000 // (found["tokens"] // found["steps"])
+    assert any(each.startswith("healing, loss") for each in said)
+    theirs = AutoModelForCausalLM.from_pretrained(output)  # an ordinary model to others
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+        assert torch.equal(theirs(tokens).logits, expected)
+    before, after = load(folder), load(output)
+    assert after.layers == LAYERS
+    rows = torch.tensor(TOKENIZER.encode(Path(text).read_text())[:256]).view(16, 16)
+
+    def guesses(staged: StagedModel, *stages: int) -> torch.Tensor:
+        return logits(staged.stages[0], SubsetModel(staged, StageSubset(stages, 3)).hidden(rows)).argmax(-1)
+
+    whole_guesses = guesses(before, 0, 1, 2)
+    assert torch.equal(guesses(after, 0, 1, 2), whole_guesses)
+    for part in ((0, 1), (0, 2)):
+        agreed = [float((guesses(staged, *part) == whole_guesses).float().mean()) for staged in (before, after)]
+        assert agreed[1] > agreed[0] + 0.1, "the whole model is the teacher"
+
+
+def test_what_is_written_is_what_was_measured(tmp_path: Path, text: str, skippipe: Command) -> None:
+    """A model in one file gets stages by the file of its bridges, and an index, by which others leave that file out."""
+    folder, output = tmp_path / "model", tmp_path / "healed"
+    export_to(tmp_path / "parts")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "parts").save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "parts" / name, folder / name)
+    assert not (folder / INDEX).exists()
+    words = f"{folder} --data {text} --held-out {text} -o {output} --cut 5 --tokens 2000 --sequence 16 --json"
+    ran = skippipe("heal", *words.split())
+    assert ran.code == 0, ran.err
+    found = ran.json
+    assert found["layers"] == [1] * 5
+    assert [each["missing"] for each in found["perplexity"]] == [0, 1, 2]
+    assert (output / INDEX).is_file()
+    words = f"{output} --text {text} --context 16 --tokens 16384 --keep 3/5 --draws 8 --json"
+    measured = skippipe("eval", *words.split())
+    assert measured.code == 0, measured.err
+    (sizes,) = measured.json["sizes"].values()
+    assert [each["kept"] for each in sizes] == [5, 3]
+    for mine, theirs in zip((sizes[0], sizes[1]), (found["perplexity"][0], found["perplexity"][2]), strict=True):
+        assert (mine["parts"], theirs["parts"]) in ((1, 1), (6, 6))
+        assert mine["mean"] == pytest.approx(theirs["after"], rel=1e-4)
+
+
+def test_an_interruption_keeps_what_is_learned(tmp_path: Path, text: str) -> None:
+    export_to(tmp_path / "model")
+    stopped: list[bool] = []
+
+    def stop(what: str, done: int, of: int) -> None:
+        if what.startswith("healing") and done < of:
+            stopped.append(True)
+
+    found = heal(tmp_path / "model", [text], tmp_path / "healed", None, QUICK, stopped, stop)
+    assert 0 < found["steps"] < found["steps_wanted"]
+    assert found["perplexity"][1]["after"] != found["perplexity"][1]["before"]
+    assert (tmp_path / "healed" / BRIDGES_FILE).is_file()
+    with pytest.raises(KeyboardInterrupt):
+        heal(tmp_path / "model", [text], tmp_path / "other", None, QUICK, [True])
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_cannot_be_healed_is_said_in_one_line(tmp_path: Path, text: str) -> None:
+    export_to(tmp_path / "model")
+    export_to(tmp_path / "experts", "qwen3_moe")
+    checkpoint_in(tmp_path / "run")
+    short = tmp_path / "short.txt"
+    short.write_text("some words")
+    for folder, data, settings, reason in (
+        ("experts", text, QUICK, "a mixture of experts cannot be healed yet"),
+        ("run", text, QUICK, "is a checkpoint; 'skippipe export"),
+        ("model", str(short), QUICK, "tokens are too little to learn from"),
+        ("model", text, HealSettings(sequence=1000), "--sequence 1000: the model attends to 64 tokens"),
+        ("model", text, HealSettings(cut="1"), "of one stage none can be missing"),
+        ("model", text, HealSettings(rank=0, bridges=0), "leave nothing that could learn"),
+        ("model", text, HealSettings(device="cuda:99"), "this machine has"),
+    ):
+        with pytest.raises(UserError, match=reason) as error:
+            begin_healing(tmp_path / folder, [data], None, settings)
+        assert "\n" not in str(error.value)
