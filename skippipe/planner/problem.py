@@ -18,6 +18,7 @@ from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
+from skippipe.skip_schedule import PathLength, parts_of
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -193,9 +194,11 @@ class Problem:
         raise AssertionError("there is room for lanes")
 
 
-def lane_unit(stages: int, visited: int) -> int:
-    """Lanes, and so microbatches, that visit L−1 of S−1 stages equally often come in multiples of this."""
-    return (stages - 1) // gcd(stages - 1, visited - 1) if stages > 1 else 1
+def lane_unit(stages: int, visited: PathLength) -> int:
+    """Lanes, and so microbatches, that visit L−1 of S−1 stages equally often come in multiples of this; with paths of
+    several lengths, microbatches that are divided into equal parts and do so together."""
+    parts = parts_of(visited)
+    return len(parts) * (stages - 1) // gcd(stages - 1, sum(parts) - len(parts)) if stages > 1 else len(parts)
 
 
 def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | None = None) -> tuple[int, ...]:

@@ -299,7 +299,6 @@ class JobConfig:
                     f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
                 )
         studied = {
-            "skip: '&'": recipe.is_mixed,
             "bridges": recipe.bridges > 0,
             "adapters": recipe.adapters > 0,
             "distill": recipe.distill > 0,

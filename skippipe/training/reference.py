@@ -21,7 +21,7 @@ from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule
 
 
 class ReferenceState(NamedTuple):
@@ -43,7 +43,7 @@ class ReferenceTrainer:
     sampler: BatchSampler
     _: KW_ONLY
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
-    plans: Mapping[int, Plan] = field(default_factory=dict)
+    plans: Mapping[PathLength, Plan] = field(default_factory=dict)
     """Length of paths → the plan for it, on the same stages; for a recipe whose paths change their length."""
     iterations: int = 0
     """The length of the whole run; for such a recipe, too."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
@@ -106,10 +106,11 @@ def trained(
     learning: OptimConfig = LEARNING,
     recipe: SkipSchedule | None = None,
     *others: Plan,
+    plans: Mapping[PathLength, Plan] | None = None,
 ) -> tuple[VirtualCluster, dict[int, StageExecutor], ReferenceTrainer, list[float]]:
     """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
     random = np.random.default_rng(1)
-    recipe, plans = recipe or SkipSchedule(), {other.visited: other for other in others}
+    recipe, plans = recipe or SkipSchedule(), plans or {other.visited: other for other in others}
     computers = tensors_of(plan, spec, learning, recipe)
     before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
     cluster = VirtualCluster(
@@ -144,8 +145,9 @@ def assert_exact(
     learning: OptimConfig = LEARNING,
     recipe: SkipSchedule | None = None,
     *others: Plan,
+    plans: Mapping[PathLength, Plan] | None = None,
 ) -> VirtualCluster:
-    cluster, computers, oracle, losses = trained(plan, spec, learning, recipe, *others)
+    cluster, computers, oracle, losses = trained(plan, spec, learning, recipe, *others, plans=plans)
     assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
     assert_replicas_alike(plan, computers)
     expected = oracle.weights()
