@@ -115,6 +115,14 @@ class StageModel(nn.Module):
         """The others."""
         yield from (pair for pair in self._named_parameters() if not pair[1].requires_grad)
 
+    def linear_maps(self) -> Iterator[tuple[str, nn.Linear]]:
+        """Those of its layers that are nothing else, under the names that they have in the whole model."""
+        for number, layer in zip(self.numbers, self.layers, strict=True):
+            for name, module in layer.named_modules(prefix=f"model.layers.{number}"):
+                if is_linear(module):
+                    assert isinstance(module, nn.Linear)
+                    yield name, module
+
     def frozen_to(self, dtype: torch.dtype) -> None:
         """Hold the matrices of linear maps and of the embedding that are not trained in another type: that in which
         they are used. Under autocast these would be cast for every microbatch, and kept until its backward."""
@@ -272,12 +280,15 @@ class StageAdapters(nn.Module):
         self.scale: Tensor | None = None
         """How strong adapters are for each sample of the next forward pass, [samples, 1, 1], or each of their ranks,
         [samples, 1, rank]; None: not at all."""
+        self.rank = rank
+        self.names: list[str] = []
+        """Of the linear maps that have adapters, in the whole model."""
         self.parts = nn.ModuleList()
         generator = torch.Generator().manual_seed(seed * 1_000_003 + stage.numbers.start)
-        for module in stage.layers.modules():
-            if type(module) is nn.Linear:
-                adapter = LinearAdapter(module, rank, generator)
-                module.__class__ = AdaptedLinear  # not a module around it, which would rename its weights
-                object.__setattr__(adapter, "stage", self)  # references, not submodules
-                object.__setattr__(module, "adapter", adapter)
-                self.parts.append(adapter)
+        for name, module in list(stage.linear_maps()):
+            adapter = LinearAdapter(module, rank, generator)
+            module.__class__ = AdaptedLinear  # not a module around it, which would rename its weights
+            object.__setattr__(adapter, "stage", self)  # references, not submodules
+            object.__setattr__(module, "adapter", adapter)
+            self.names.append(name)
+            self.parts.append(adapter)

@@ -1,0 +1,179 @@
+"""`bridges.safetensors`: bridges and adapters of a model, one more file in its Hugging Face folder.
+
+Without it the folder is an ordinary model. With it the model answers better when stages are missing, and is the same
+when none is. The file's metadata:
+
+    skippipe_bridges   version of this format, "1"
+    layers             layers of each stage, as in "2,2,2": bridges and adapters are for these stages alone
+    bridges            rank of the bridges; "0": there are none
+    adapters           rank of the adapters; "0": there are none
+    adapter_scale      how strong adapters are where k of S stages are missing: "missing": 2k/S times. "hop": those of
+                       their own for each number of stages that the hop from a stage leaves out
+
+Tensors, of a model of S stages and d channels (n = S − stage − 1 is how many bridges begin at a stage: to the stages
+from the next but one on, and to the head):
+
+    bridges.STAGE.down [n, d, rank]   bridges.STAGE.up [n, rank, d]   bridges.STAGE.gain [n, d]
+    MAP.adapter_down [rank, inputs]   MAP.adapter_up [outputs, rank], for every linear map of every layer, as in
+                                      model.layers.3.self_attn.q_proj
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from skippipe.errors import UserError
+from skippipe.model.stage import Bridges, StageAdapters, StageModel
+from skippipe.runs.wal import fsync_path
+
+BRIDGES_FILE = "bridges.safetensors"
+VERSION = "1"
+DIGITS = 6  # of a number in the metadata
+BY_MISSING, BY_HOP = "missing", "hop"
+
+
+@dataclass(frozen=True)
+class StandInsInfo:
+    """What a folder has for missing stages."""
+
+    layers: tuple[int, ...]
+    """Layers of each stage."""
+    bridges: int = 0
+    """Rank of the bridges; 0: there are none."""
+    adapters: int = 0
+    """Rank of the adapters; 0: there are none."""
+    adapters_by_hop: bool = False
+    """As in a recipe."""
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {
+            "format": "pt",
+            "skippipe_bridges": VERSION,
+            "layers": ",".join(map(str, self.layers)),
+            "bridges": str(self.bridges),
+            "adapters": str(self.adapters),
+            "adapter_scale": BY_HOP if self.adapters_by_hop else BY_MISSING,
+        }
+
+
+def write_bridges(
+    folder: Path,
+    layers: tuple[int, ...],
+    bridges: Sequence[Bridges],
+    adapters: Sequence[StageAdapters] = (),
+    *,
+    adapters_by_hop: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write those of all stages, in the order of the stages; OSError or SafetensorError if it cannot be written."""
+    ranks = [each.down.shape[1] // each.width for each in bridges[:1]], [each.rank for each in adapters[:1]]
+    info = StandInsInfo(layers, sum(ranks[0]), sum(ranks[1]), adapters_by_hop)
+    tensors: dict[str, Tensor] = {}
+    for stage, held in enumerate(bridges):
+        shapes = _bridge_shapes(stage, info, held.width)
+        tensors |= {name: each.view(shapes[name]) for name, each in _bridge_weights(stage, held)}
+    for parts in adapters:
+        tensors |= dict(_adapter_weights(parts))
+    file = folder / BRIDGES_FILE
+    partial = file.with_suffix(".partial")
+    kept = {name: each.detach().to("cpu", dtype).contiguous() for name, each in tensors.items()}
+    save_file(kept, partial, info.metadata)
+    fsync_path(partial)
+    partial.replace(file)
+    return file
+
+
+def bridges_info(folder: Path, layers: int) -> StandInsInfo | None:
+    """What a folder with a model of so many layers has; None: it has no such file."""
+    file = folder / BRIDGES_FILE
+    if not file.is_file():
+        return None
+    with _opened(file) as opened:
+        found = opened.metadata() or {}
+    version = found.get("skippipe_bridges")
+    if version != VERSION:
+        raise UserError(f"{file}: has format '{version}', and this version of skippipe reads {VERSION}; make it anew")
+    counts = [_whole(file, "layers", word) for word in found.get("layers", "").split(",")[: layers + 1]]
+    if sum(counts) != layers or 0 in counts or len(counts) < 2:
+        raise UserError(f"{file}: is for {len(counts)} stages of {sum(counts)} layers; the model has {layers} layers")
+    ranks = [_whole(file, name, found.get(name, "")) for name in ("bridges", "adapters")]
+    scale = found.get("adapter_scale", "")
+    if scale not in (BY_MISSING, BY_HOP) or not any(ranks):
+        raise UserError(f"{file}: neither bridges nor adapters, or an adapter_scale that is not known, '{scale[:20]}'")
+    return StandInsInfo(tuple(counts), *ranks, scale == BY_HOP)
+
+
+@torch.no_grad()
+def load_bridges(
+    folder: Path, info: StandInsInfo, number: int, stage: StageModel
+) -> tuple[Bridges | None, StageAdapters | None]:
+    """The bridges that begin at a stage of this number, and its adapters, which its linear maps have from then on."""
+    file, width = folder / BRIDGES_FILE, stage.spec.config.hidden_size
+    expected = _bridge_shapes(number, info, width)
+    for name, module in stage.linear_maps() if info.adapters else ():
+        expected |= _adapter_shapes(name, module, info.adapters)
+    with _opened(file) as opened:
+        there = set(opened.keys())
+        for name, shape in expected.items():  # before anything is made as large as the metadata say
+            if name not in there:
+                raise UserError(f"{file}: has no tensor '{name}'")
+            if (stored := opened.get_slice(name)).get_shape() != list(shape) or "F" not in stored.get_dtype():
+                raise UserError(
+                    f"{file}: '{name}' has the shape {stored.get_shape()} of {stored.get_dtype()}, not {list(shape)} "
+                    "of floating-point numbers"
+                )
+        stages = len(info.layers)
+        bridges = Bridges(number, stages, width, info.bridges, 0) if info.bridges and number < stages - 1 else None
+        adapters = StageAdapters(stage, info.adapters, 0) if info.adapters else None
+        weights = [*(_bridge_weights(number, bridges) if bridges else ())]
+        weights += _adapter_weights(adapters) if adapters else ()
+        for name, each in weights:
+            each.copy_(opened.get_tensor(name).view(each.shape))
+    return bridges, adapters
+
+
+def _bridge_weights(stage: int, bridges: Bridges) -> Iterator[tuple[str, nn.Parameter]]:
+    return ((f"bridges.{stage}.{part}", each) for part, each in bridges.named_parameters())
+
+
+def _bridge_shapes(stage: int, info: StandInsInfo, width: int) -> dict[str, tuple[int, ...]]:
+    count, rank = len(info.layers) - stage - 1, info.bridges
+    shapes = {"down": (count, width, rank), "up": (count, rank, width), "gain": (count, width)}
+    return {f"bridges.{stage}.{part}": shape for part, shape in shapes.items()} if rank and count else {}
+
+
+def _adapter_weights(adapters: StageAdapters) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, part in zip(adapters.names, adapters.parts, strict=True):
+        yield from ((f"{name}.adapter_{which}", each) for which, each in part.named_parameters())
+
+
+def _adapter_shapes(name: str, module: nn.Linear, rank: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.adapter_down": (rank, module.in_features),
+        f"{name}.adapter_up": (module.out_features, rank),
+    }
+
+
+def _whole(file: Path, name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= DIGITS):
+        raise UserError(f"{file}: {name}: '{text[:20]}' in its metadata is no whole number of up to {DIGITS} digits")
+    return int(text)
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(file, "pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
