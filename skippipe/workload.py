@@ -82,6 +82,10 @@ class ModelShape:
         feed_forward = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
         return rank * (attention + feed_forward)
 
+    def bridge_parameters(self, rank: int, stages: int) -> int:
+        """Parameters of the bridges that begin at stage 0: one for each stage but the next, and one for the head."""
+        return (stages - 1) * self.hidden * (2 * rank + 1) if rank else 0
+
     @property
     def end_parameters(self) -> int:
         """Embedding, final norm and head: what stage 0 holds beside its layers."""
@@ -218,6 +222,9 @@ class Workload:
     """The collective by which weight gradients are averaged."""
     adapter_parameters: Annotated[int, COUNT] = 0
     """Parameters of LoRA's adapters in a layer, the only ones that are trained then; 0: all parameters are trained."""
+    bridge_parameters: Annotated[int, COUNT] = 0
+    """Parameters of the bridges that begin at stage 0, which every stage counts, although later ones have fewer; 0:
+    there are no bridges. With bridges, no path has a swap."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -288,8 +295,10 @@ class Workload:
         return layers * self.model.layer_parameters + (self.model.end_parameters if stage == 0 else 0)
 
     def trained_parameters(self, stage: int, layers: int) -> int:
-        """Parameters of a stage that are trained: those of its adapters, or all if it has none."""
-        return layers * self.adapter_parameters if self.adapter_parameters else self.stage_parameters(stage, layers)
+        """Parameters of a stage that are trained: those of its adapters, or all if it has none, with its bridges."""
+        if self.adapter_parameters:
+            return layers * self.adapter_parameters
+        return self.stage_parameters(stage, layers) + self.bridge_parameters
 
     def frozen_bytes(self, stage: int, layers: int) -> int:
         """Bytes that a node holds of weights that are not trained: in the type of computing, but for norms, routers and
@@ -342,7 +351,7 @@ class Workload:
     def backup_bytes(self) -> int:
         """A copy of what only stage 0 holds, which a node of another stage keeps: fp32 weights, without the optimizer's
         state."""
-        return STORED_BYTES * self.model.end_parameters
+        return STORED_BYTES * (self.model.end_parameters + self.bridge_parameters)
 
     def spare_bytes(self, memory_bytes: int, stage: int, layers: int, microbatches: int) -> int:
         """Bytes left beside the stage and as many microbatches as a node of this memory has slots for, of so many."""
@@ -351,7 +360,7 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """What earlier versions knew without being told is left out, so that they can read the file."""
-        left_out = ("optimizer", DEFAULT), ("collective", "ring"), ("adapter_parameters", 0)
+        left_out = ("optimizer", DEFAULT), ("collective", "ring"), ("adapter_parameters", 0), ("bridge_parameters", 0)
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
     @classmethod
@@ -375,6 +384,7 @@ class Workload:
             optimizer=entry.text("optimizer") if entry.mentions("optimizer") else DEFAULT,
             collective=entry.text("collective") if entry.mentions("collective") else "ring",
             adapter_parameters=entry.integer("adapter_parameters") if entry.mentions("adapter_parameters") else 0,
+            bridge_parameters=entry.integer("bridge_parameters") if entry.mentions("bridge_parameters") else 0,
         )
         entry.close()
         return workload

@@ -18,7 +18,7 @@ from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
-from skippipe.skip_schedule import PathLength, parts_of
+from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -52,7 +52,7 @@ class Problem:
     sizes: tuple[int, ...] = ()
     """Nodes of each stage; empty: chosen to match the demand."""
     swaps: int = MAX_SWAPS
-    """Swaps of neighbours that a path may have (CC2)."""
+    """Swaps of neighbours that a path may have (CC2); with bridges, none."""
     timing: Timing = Timing.FULL
     dispatch: Dispatch = Dispatch.FIRST_COME
     split_backward: bool = False
@@ -63,6 +63,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         nodes = len(self.cluster)
+        if self.workload.bridge_parameters:
+            object.__setattr__(self, "swaps", 0)
         if self.stages < 2:
             raise Infeasible(f"{self.stages} stages make no pipeline: use 2 or more")
         if nodes < self.stages:
@@ -192,6 +194,20 @@ class Problem:
                     f"in all: give it more nodes, use a smaller microbatch, or visit all {self.stages} stages"
                 )
         raise AssertionError("there is room for lanes")
+
+
+def check_feasible(problem: Problem, length: PathLength) -> None:
+    """Infeasible if there is no plan with paths of this length, as far as can be told without making one."""
+    if not isinstance(length, tuple):
+        replace(problem, visited=length)
+        return
+    microbatches, others = problem.workload.microbatches, problem.stages - 1
+    visits = sum(deal_lengths(length, microbatches)) - microbatches
+    if visits % others:
+        raise Infeasible(
+            f"{microbatches} microbatches cannot visit each stage equally often (CC3): use a multiple of "
+            f"{lane_unit(problem.stages, length)}"
+        )
 
 
 def lane_unit(stages: int, visited: PathLength) -> int:

@@ -28,7 +28,7 @@ from skippipe.model.model_spec import ModelSpec, check_device, config_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
-from skippipe.planner.problem import Problem, lane_unit
+from skippipe.planner.problem import check_feasible
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
 from skippipe.planner.strategies import PlanRequest, Strategy, has_lengths, make_plan, with_paths_of
@@ -43,7 +43,7 @@ from skippipe.runtime.coordinator.settings import (
 )
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
-from skippipe.skip_schedule import PathLength, deal_lengths, parse_share, parts_of, path_length_text, visited_of
+from skippipe.skip_schedule import PathLength, parse_share, parts_of, path_length_text, visited_of
 from skippipe.timeline import Timing
 from skippipe.training.held_out import held_out_samples, held_out_text
 from skippipe.training.job_config import JobConfig, ReportConfig
@@ -257,7 +257,7 @@ def build_run(
     if tokens.marks is None and not job.data.packing:
         raise UserError("data.packing: is for conversations, and the texts hold none; leave it out")
     config = config_named(job.model.config, None if job.model.weights else tokens.vocabulary)
-    spec = ModelSpec(config, job.seed, job.lora)
+    spec = ModelSpec(config, job.seed, job.lora, job.recipe.bridges)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     plan = _checked_plan(given, job, spec) if given else None
@@ -281,6 +281,14 @@ def _make_job_plan(
     job: JobConfig, cluster: Cluster, example: Example | None, spec: ModelSpec, request: PlanRequest
 ) -> Plan:
     pipeline = job.pipeline
+    plan_spec = PlanSpec(
+        stages=pipeline.stages or None,
+        skip=pipeline.skip or None,
+        layers=pipeline.layers or None,
+        microbatches=job.batch.microbatches or None,
+        split_backward=pipeline.split_backward,
+    )
+    stages = stages_of(cluster, plan_spec, example)
     workload = Workload(
         spec.shape,
         sequence_tokens=job.batch.sequence,
@@ -294,24 +302,17 @@ def _make_job_plan(
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
         adapter_parameters=_adapter_parameters(spec),
+        bridge_parameters=spec.shape.bridge_parameters(spec.bridges, stages),
     )
     cluster = _emulated(job, cluster, workload)
-    plan_spec = PlanSpec(
-        stages=pipeline.stages or None,
-        skip=pipeline.skip or None,
-        layers=pipeline.layers or None,
-        microbatches=job.batch.microbatches or None,
-        split_backward=pipeline.split_backward,
-    )
     if job.followed.phases:
-        stages = stages_of(cluster, plan_spec, example)
         lengths = _lengths(job, stages, stages)
         single = job.followed.lengths(job.iterations, stages, stages)
         plan_spec = replace(plan_spec, visit=max(single, key=lambda each: (single[each], each)), also=tuple(lengths))
     problem = problem_of(cluster, workload, plan_spec, example)
     for length in plan_spec.also:
         with _explain_infeasible(length, problem.stages):  # what is infeasible is found before a long search
-            _check_feasible(problem, length)
+            check_feasible(problem, length)
     return make_plan(problem, Strategy(pipeline.strategy), request)
 
 
@@ -320,20 +321,6 @@ def _adapter_parameters(spec: ModelSpec) -> int:
     if not spec.lora.rank:
         return 0
     return -(-sum(slot.size for slot in layout_of_stage(spec, (spec.layers,), 0)) // spec.layers)
-
-
-def _check_feasible(problem: Problem, length: PathLength) -> None:
-    """Infeasible if there is no plan with paths of this length, as far as can be told without making one."""
-    if not isinstance(length, tuple):
-        replace(problem, visited=length)
-        return
-    microbatches, others = problem.workload.microbatches, problem.stages - 1
-    visits = sum(deal_lengths(length, microbatches)) - microbatches
-    if visits % others:
-        raise Infeasible(
-            f"{microbatches} microbatches cannot visit each stage equally often (CC3): use a multiple of "
-            f"{lane_unit(problem.stages, length)}"
-        )
 
 
 def _lengths(job: JobConfig, stages: int, default: int) -> Counter[PathLength]:
@@ -346,6 +333,8 @@ def _lengths(job: JobConfig, stages: int, default: int) -> Counter[PathLength]:
             f"recipe.skip: '{job.followed.skip}' leaves {least} of {stages} stages in {found[shortest]} "
             f"iterations; a path has at least 2: skip {Fraction(stages - 2, stages)} at most"
         )
+    if job.recipe.bridges and found.keys() == {stages}:
+        raise UserError("recipe.bridges: would have no effect: no path leaves a stage out; set recipe.skip")
     return found
 
 
@@ -476,10 +465,11 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
         adapter_parameters=_adapter_parameters(spec),
+        bridge_parameters=spec.shape.bridge_parameters(spec.bridges, len(plan.stages)),
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):
-        raise UserError(f"{path}: with learning.optimizer '{workload.optimizer}' the plan breaks a rule: {broken[0]}")
+        raise UserError(f"{path}: with this job's recipe and optimizer the plan breaks a rule: {broken[0]}")
     return plan.promising(simulate(plan, Timing.FULL))
 
 

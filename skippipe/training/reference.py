@@ -17,7 +17,7 @@ from torch import Tensor
 from skippipe.codecs import CODECS
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import layer_ranges
+from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
@@ -62,6 +62,7 @@ class ReferenceTrainer:
                 compute_dtype=work.compute_dtype,
                 recompute=work.activation_checkpointing,
                 compiled=self.compiled,
+                bridges=trained_bridges(self.spec, index, len(self.plan.layers)),
             )
             for index, layers in enumerate(layer_ranges(self.plan.layers))
         ]
@@ -106,9 +107,10 @@ class ReferenceTrainer:
         data = plan.microbatch(lane, microbatch)
         packed, share = self.sampler.starts(iteration, data), self.sampler.share(iteration, data)
         starts = None if packed is None else torch.from_numpy(packed).to(self.device)
-        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts))
-        for stage in path[1:]:
-            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale, starts))
+        on = (*path[1:], len(self.stages))  # where the path goes on after each of its stages
+        hidden = self._hop(data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts, on[0]))
+        for stage, following in zip(path[1:], on[1:], strict=True):
+            hidden = self._hop(self.stages[stage].forward(key, hidden, residual_scale, starts, following))
         targets = torch.from_numpy(labels).to(self.device)
         loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)
         for stage in reversed(path):

@@ -170,7 +170,7 @@ def test_what_a_run_comes_to() -> None:
     plan = plan.promising(simulate(plan, Timing.FULL))
     assert plan.expected is not None
     each_s = plan.expected.iteration_s
-    lengths = SkipSchedule("9 x 1/4 + 0").lengths(1005, 4, 4)
+    lengths = SkipSchedule("9 x 1/4 + 0").path_lengths(1005, 4, 4)
     assert timetable_text(lengths, {3: plan, 4: plan}, 4) == (
         f"905 iterations through 3 of 4 stages at {each_s:.2f} s, "
         f"100 iterations through 4 of 4 stages at {each_s:.2f} s: {1005 * each_s:,.1f} s promised in all"

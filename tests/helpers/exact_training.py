@@ -14,7 +14,7 @@ import torch
 from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import layer_ranges
+from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
@@ -50,11 +50,13 @@ def plan_of(
     stages: Sequence[tuple[int, ...]] = STAGES,
     config: dict[str, Any] | None = None,
     pieces: tuple[Piece, ...] = (),
+    bridges: int = 0,
     **workload: Any,
 ) -> tuple[Plan, ModelSpec]:
     """`pieces` are those of stage 1; the other stages average round rings."""
-    spec = ModelSpec(tiny(family, **(config or {})), seed=11)
-    said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
+    spec = ModelSpec(tiny(family, **(config or {})), seed=11, bridges=bridges)
+    bridge_parameters = spec.shape.bridge_parameters(bridges, len(stages))
+    said = {"wire_dtype": "fp32", "compute_dtype": "fp32", "bridge_parameters": bridge_parameters, **workload}
     work = Workload(spec.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
     cluster = uniform_cluster(max(max(nodes) for nodes in stages) + 1)
     made = tuple(
@@ -91,6 +93,7 @@ def tensors_of(
                 compute_dtype=work.compute_dtype,
                 recompute=work.activation_checkpointing,
                 split_backward=plan.split_backward,
+                bridges=trained_bridges(spec, stage, len(ranges)),
             ),
             sampler_of(plan) if stage == 0 else None,
             recipe=recipe,

@@ -8,10 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
 from skippipe.constraints import cc3_uneven
 from skippipe.errors import Infeasible
+from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
@@ -25,7 +27,16 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.validate import validate
-from tests.helpers.exact_training import FULL, assert_exact, plan_of, sampler_of, tensors_of
+from tests.helpers.exact_training import (
+    FULL,
+    assert_exact,
+    assert_replicas_alike,
+    plan_of,
+    sampler_of,
+    tensors_of,
+    trained,
+    weights_of,
+)
 from tests.helpers.fault_scenarios import Scenario, scenario, wide
 from tests.helpers.single_coordinator import (
     HELLO,
@@ -39,6 +50,8 @@ from tests.helpers.single_node import AT_ONCE, LEARNING
 from tests.helpers.virtual_chaos import plans_of, play, staged
 
 SHORT = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 5, 4), 1))  # as many microbatches as FULL, a stage less
+IN_ORDER = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 4, 5), 1))
+MIX = (4, 3, 3, 3)
 MIXED = (Lane((0, 2, 5, 6), 1), Lane((1, 3, 7), 1), Lane((0, 4, 5), 1), Lane((1, 5, 6), 1))  # whole, and 3 x shorter
 BY_TURNS = SkipSchedule("1/4 + 0")
 SANDWICH = SkipSchedule("1/4 until 20%, 0 & 3 x 1/4")
@@ -83,12 +96,11 @@ def test_many_nodes_are_one_process_whatever_the_recipe(recipe: SkipSchedule, op
     short, spec = plan_of(SHORT, **options)
     whole, _ = plan_of(FULL, **options)
     cluster = assert_exact(short, spec, COARSE, recipe, whole)
-    planned = {3: tuple(short.exposure), 4: tuple(whole.exposure)}
+    planned: dict[PathLength, Any] = {3: tuple(short.exposure), 4: tuple(whole.exposure)}
     lengths = [recipe.visited(number, 5, 4, 0) for number in range(5)]
     assert [report.visits for report in cluster.reports] == [planned[length] for length in lengths]
-    plans = {4: whole}
     plain = ReferenceTrainer(
-        short, spec, COARSE, sampler_of(short), recipe=SkipSchedule(recipe.skip), plans=plans, iterations=5
+        short, spec, COARSE, sampler_of(short), recipe=SkipSchedule(recipe.skip), plans={4: whole}, iterations=5
     )
     *_, last = (plain.iteration(number).loss for number in range(5))
     assert last != pytest.approx(cluster.reports[-1].loss, rel=1e-5), "it makes a difference"
@@ -103,6 +115,36 @@ def test_many_nodes_are_one_process_with_paths_of_several_lengths_in_an_iteratio
     assert [report.visits for report in cluster.reports] == [tuple(short.exposure)] + 4 * [tuple(mixed.exposure)]
     cluster = assert_exact(mixed, spec, COARSE, SkipSchedule("0 & 3 x 1/4"), plans={(4, 3, 3, 3): mixed})
     assert [record["visited"] for record in plan_records(cluster.wal)] == [(4, 3, 3, 3)]
+
+
+@pytest.mark.usefixtures("no_planning")
+@pytest.mark.parametrize("options", [{}, {"family": "llama-tied", "split": True, "activation_checkpointing": True}])
+def test_many_nodes_are_one_process_with_bridges(options: dict[str, Any]) -> None:
+    """Stage 2 of four is skipped by one lane, stage 1 by another, and one goes from stage 2 to the head."""
+    recipe = replace(SANDWICH, bridges=3, early_exit=0.3)
+    short, spec = plan_of(IN_ORDER, bridges=3, **options)
+    cluster, computers, oracle, losses = trained(short, spec, COARSE, recipe, plans={MIX: replace(short, lanes=MIXED)})
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
+    assert_replicas_alike(short, computers)
+    found, expected = weights_of(short, computers), oracle.weights()
+    names = {name for name in expected if is_bridge(name)}
+    assert names == {f"bridges.{stage}.{part}" for stage in range(3) for part in ("down", "up", "gain")} <= found.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6, msg=name)
+    learned = {int(name.split(".")[1]): expected[name].view(-1, 32) for name in names if name.endswith("gain")}
+    used = {stage: [bool(row.abs().max() > 0) for row in gains] for stage, gains in learned.items()}
+    assert used == {0: [True, False, False], 1: [True, False], 2: [True]}, "to the stages after next, then the head"
+    without = ReferenceTrainer(
+        short,
+        plan_of(IN_ORDER, **options)[1],
+        COARSE,
+        sampler_of(short),
+        recipe=recipe,
+        plans={MIX: replace(short, lanes=MIXED)},
+        iterations=5,
+    )
+    *_, last = (without.iteration(number).loss for number in range(5))
+    assert last != pytest.approx(losses[-1], rel=1e-5), "they make a difference"
 
 
 def test_a_recipe_that_says_what_is_usual_changes_nothing() -> None:

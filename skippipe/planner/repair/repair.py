@@ -181,7 +181,7 @@ def _lane_problem(
         stage_of=stage_of,
         visitable=np.array([bool(nodes) for nodes in usable]),
         linked=np.maximum(costs.transmit_ns, costs.transmit_ns.T) < NEVER_NS,
-        swaps=0 if full else constraints.MAX_SWAPS,
+        swaps=0 if full or plan.workload.bridge_parameters else constraints.MAX_SWAPS,
         lengths=lengths,
     )
 
