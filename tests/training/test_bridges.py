@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info
-from skippipe.checkpoint.manager import export
+from skippipe.checkpoint.manager import export, origin_of
 from skippipe.errors import UserError
 from skippipe.model.stage import is_bridge
 from skippipe.plan import Plan
@@ -119,10 +119,13 @@ def test_a_resumed_run_goes_on_with_its_bridges(tmp_path: Path) -> None:
     begun = trained(made, "virtual", until=3)
     assert 3 <= len(begun) < len(whole)
     assert begun + trained(bridged(tmp_path, resumed=True), "virtual") == pytest.approx(whole, rel=1e-5)
+    config, checkpoints = made.node_config, made.run.checkpoints
+    assert origin_of(checkpoints, config).manifest.bridges == RANK
     with pytest.raises(UserError, match=r"another recipe\.bridges; resume with the job"):
-        bridged(tmp_path, resumed=True, recipe={"skip": "1/4", "bridges": 2})
+        origin_of(checkpoints, replace(config, recipe=replace(config.recipe, bridges=2)))
+    stages = tuple(replace(each, layers=count) for each, count in zip(made.plan.stages, (2, 1, 1, 1), strict=True))
     with pytest.raises(UserError, match="bridges are for stages of 1,1,1,2 layers, and the plan has 2,1,1,1"):
-        bridged(tmp_path, resumed=True, pipeline={"stages": 4, "strategy": "skippipe", "layers": "2,1,1,1"})
+        origin_of(checkpoints, replace(config, plan=replace(made.plan, stages=stages, expected=None)))
 
 
 @pytest.mark.parametrize("kept", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["by neighbours", "by checkpoints"])
@@ -176,9 +179,14 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"recipe\.bridges: would have no effect: no path leaves a stage out"):
         bridged(tmp_path, recipe={"skip": "0", "bridges": RANK})
     made = bridged(tmp_path, recipe={"skip": "1/4"})
-    lane = next(each for each in made.plan.lanes if made.plan.visits(each)[1:] in ((1, 2), (2, 3)))
-    swapped = replace(lane, path=(lane.path[0], lane.path[2], lane.path[1]))
-    lanes = tuple(swapped if each is lane else each for each in made.plan.lanes)
+    stage_of = made.plan.stage_of
+    lanes = tuple(
+        replace(lane, path=(first, max(a, b, key=stage_of.__getitem__), min(a, b, key=stage_of.__getitem__)))
+        if abs(stage_of[a] - stage_of[b]) == 1
+        else lane
+        for lane in made.plan.lanes
+        for first, a, b in [lane.path]
+    )
     replace(made.plan, lanes=lanes, expected=None).save(tmp_path / "swapped.json")
     given = {"pipeline": {"plan": str(tmp_path / "swapped.json")}, "recipe": {"bridges": RANK}}
     with pytest.raises(UserError, match=r"CC2 .* bridges lead forward, and 0→[23]→[12] has swapped stages"):
