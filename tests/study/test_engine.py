@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -54,9 +54,9 @@ def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe:
         loss = engine.iteration(number, inputs, labels, visits)
         assert float(loss) == pytest.approx(alone.iteration(number).loss, rel=1e-5)
     expected = alone.weights()
-    for stage in [*engine.stages, *engine.bridges]:
-        for name, each in stage.named_weights():
-            torch.testing.assert_close(each.detach(), expected.pop(name), rtol=1e-4, atol=1e-5)
+    weights = [stage.named_weights() for stage in engine.stages] + [each.named_weights() for each in engine.bridges]
+    for name, each in chain(*weights):
+        torch.testing.assert_close(each.detach(), expected.pop(name), rtol=1e-4, atol=1e-5)
     assert not expected
 
 

@@ -105,9 +105,10 @@ def test_a_job_with_bridges_from_the_plan_to_the_exported_folder(tmp_path: Path)
     again = load_file(tmp_path / "exported" / BRIDGES_FILE)
     assert all(torch.equal(again[name], each) for name, each in stored.items())
     (tmp_path / "exported" / BRIDGES_FILE).unlink()
-    loaded, info = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    load: Any = AutoModelForCausalLM.from_pretrained
+    loaded, info = load(model, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    plain = load(tmp_path / "exported").state_dict()
     assert all(torch.equal(plain[name], each) for name, each in loaded.state_dict().items())
     assert not any(is_bridge(name) for name in plain)
 
@@ -165,7 +166,9 @@ def test_bridges_survive_whoever_is_lost(kept: int, tmp_path: Path) -> None:
     for node in membership.active:
         machine = cluster.executor_of[node]
         assert isinstance(machine, StageExecutor)
-        held = {name: each for name, each in machine.tasks.model.trained_weights() if is_bridge(name)}
+        held: dict[str, torch.Tensor] = {
+            name: each for name, each in machine.tasks.model.trained_weights() if is_bridge(name)
+        }
         states.setdefault(membership[node].stage, []).append(held)
     assert sorted(states) == [0, 1, 2, 3]
     for stage, replicas in states.items():
@@ -188,6 +191,6 @@ def test_what_cannot_be_is_said_in_one_line(tmp_path: Path) -> None:
         for first, a, b in [lane.path]
     )
     replace(made.plan, lanes=lanes, expected=None).save(tmp_path / "swapped.json")
-    given = {"pipeline": {"plan": str(tmp_path / "swapped.json")}, "recipe": {"bridges": RANK}}
+    given: dict[str, Any] = {"pipeline": {"plan": str(tmp_path / "swapped.json")}, "recipe": {"bridges": RANK}}
     with pytest.raises(UserError, match=r"CC2 .* bridges lead forward, and 0→[23]→[12] has swapped stages"):
         bridged(tmp_path, **given, cluster="datacentre:8")
