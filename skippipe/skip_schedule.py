@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import groupby
 from typing import Annotated, Literal
 
 from skippipe.errors import UserError
@@ -39,6 +40,10 @@ DIGITS = 20  # of a number in a recipe that are read
 
 Mix = tuple[Fraction, ...]
 """Shares of the stages to skip within one iteration, each by an equal part of the microbatches; mostly a single one."""
+
+PathLength = int | tuple[int, ...]
+"""Stages on the paths of an iteration, stage 0 included: of all paths; or, in an iteration with paths of several
+lengths, of each of the equal parts into which its microbatches are divided."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +132,6 @@ class SkipSchedule:
         """Share of the run after which only bridges and adapters learn."""
         return parse_share(self.heal, "recipe.heal") if self.heal else Fraction(1)
 
-    @property
-    def is_mixed(self) -> bool:
-        """Whether there are iterations with paths of several lengths."""
-        return any(len(set(mix)) > 1 for phase in self.phases for mix in phase.turn)
-
     def heals(self, iteration: int, iterations: int) -> bool:
         return iteration >= math.ceil(self.heal_at * iterations)
 
@@ -143,10 +143,9 @@ class SkipSchedule:
         begins = [Fraction(0), *(phase.until for phase in self.phases)]
         return [phase for phase, start in zip(self.phases, begins, strict=False) if start < share]
 
-    def visited(self, iteration: int, iterations: int, stages: int, default_length: int) -> int:
-        """Stages on a path in this iteration, stage 0 included; `usual` is the pipeline's own length."""
-        (length,) = set(self.mix(iteration, iterations, stages, default_length))
-        return length
+    def visited(self, iteration: int, iterations: int, stages: int, default_length: int) -> PathLength:
+        """Stages on the paths of this iteration; `default_length` is the pipeline's own length."""
+        return _path_length(self.mix(iteration, iterations, stages, default_length))
 
     def mix(self, iteration: int, iterations: int, stages: int, default_length: int) -> tuple[int, ...]:
         """Stages on a path, for each of the equal parts into which this iteration's microbatches are divided."""
@@ -162,23 +161,28 @@ class SkipSchedule:
         )
 
     def lengths(self, iterations: int, stages: int, default_length: int) -> Counter[int]:
-        """How many iterations have paths of which length; one with several lengths counts for each by its part.
+        """How many iterations have paths of which length; one with several lengths counts for each by its part."""
+        exact: dict[int, Fraction] = {}
+        for each, times in self.path_lengths(iterations, stages, default_length).items():
+            parts = parts_of(each)
+            for length in parts:
+                exact[length] = exact.get(length, Fraction(0)) + Fraction(times, len(parts))
+        return Counter({length: round(count) for length, count in exact.items()})
 
-        Counted by turns, as there may be a thousand million."""
+    def path_lengths(self, iterations: int, stages: int, default_length: int) -> Counter[PathLength]:
+        """How many iterations have which paths. Counted by turns, as there may be a thousand million."""
         if not self.phases:
             return Counter({default_length: iterations})
-        exact: dict[int, Fraction] = {}
+        found: Counter[PathLength] = Counter()
         begin = 0
         for phase in self.phases:
             end = math.ceil(phase.until * iterations)
             turn = len(phase.turn)
             for first in range(begin, min(end, begin + turn)):  # each place in the turn, as often as it comes
-                mix, times = phase.turn[first % turn], len(range(first, end, turn))
-                for share in mix:
-                    length = visited_of(share, stages)
-                    exact[length] = exact.get(length, Fraction(0)) + Fraction(times, len(mix))
+                mix = [visited_of(share, stages) for share in phase.turn[first % turn]]
+                found[_path_length(mix)] += len(range(first, end, turn))
             begin = end
-        return Counter({length: round(count) for length, count in exact.items()})
+        return found
 
     def residual_scale(self, stages: int, visited: int) -> float:
         """By what the contribution of a visited stage, other than stage 0, is multiplied."""
@@ -194,6 +198,21 @@ class SkipSchedule:
 def visited_of(skipped: Fraction, stages: int) -> int:
     """Stages on a path that leaves out this share of them, as near as whole stages come."""
     return max(1, stages - math.floor(skipped * stages + Fraction(1, 2)))
+
+
+def _path_length(mix: Sequence[int]) -> PathLength:
+    return tuple(mix) if len(set(mix)) > 1 else mix[0]
+
+
+def parts_of(length: PathLength) -> tuple[int, ...]:
+    """Stages on a path, for each of the equal parts of an iteration's microbatches."""
+    return length if isinstance(length, tuple) else (length,)
+
+
+def path_length_text(length: PathLength) -> str:
+    """As in "4", or "6 & 2 x 3" where one microbatch visits 6 stages for two that visit 3."""
+    runs = [(each, len(list(same))) for each, same in groupby(parts_of(length))]
+    return " & ".join(f"{count} x {each}" if count > 1 else str(each) for each, count in runs)
 
 
 def deal_lengths(mix: Sequence[int], microbatches: int) -> list[int]:

@@ -53,6 +53,8 @@ def _paths(plan: Plan) -> list[Violation]:
                 f"{constraints.MAX_SWAPS} times a path at most, and no stage comes twice"
             )
             found.append(Violation("CC2", f"lane {number}, hop {hop}", message))
+        elif plan.workload.bridge_parameters and list(visits) != sorted(visits):
+            found.append(Violation("CC2", f"lane {number}", f"bridges lead forward, and {shown} has swapped stages"))
     return found
 
 

@@ -88,6 +88,10 @@ class ModelShape:
         feed_forward = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
         return rank * (attention + feed_forward)
 
+    def bridge_parameters(self, rank: int, stages: int) -> int:
+        """Parameters of the bridges that begin at stage 0: one for each stage but the next, and one for the head."""
+        return (stages - 1) * self.hidden * (2 * rank + 1) if rank else 0
+
     @property
     def end_parameters(self) -> int:
         """Embedding, final norm and head: what stage 0 holds beside its layers."""
@@ -241,6 +245,9 @@ class Workload:
     """Links on which hops have other codecs than `wire_dtype`."""
     gradient_dtypes: tuple[str, ...] = ()
     """Codec of the weight gradients of each stage; empty: `gradient_dtype` for all."""
+    bridge_parameters: Annotated[int, COUNT] = 0
+    """Parameters of the bridges that begin at stage 0, which every stage counts, although later ones have fewer; 0:
+    there are no bridges. With bridges, no path has a swap."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -354,8 +361,10 @@ class Workload:
         return layers * self.model.layer_parameters + (self.model.end_parameters if stage == 0 else 0)
 
     def trained_parameters(self, stage: int, layers: int) -> int:
-        """Parameters of a stage that are trained: those of its adapters, or all if it has none."""
-        return layers * self.adapter_parameters if self.adapter_parameters else self.stage_parameters(stage, layers)
+        """Parameters of a stage that are trained: those of its adapters, or all if it has none, with its bridges."""
+        if self.adapter_parameters:
+            return layers * self.adapter_parameters
+        return self.stage_parameters(stage, layers) + self.bridge_parameters
 
     def _trained_ends(self, stage: int) -> int:
         """Those of them that belong to no layer."""
@@ -431,7 +440,7 @@ class Workload:
     def backup_bytes(self) -> int:
         """A copy of what only stage 0 holds, which a node of another stage keeps: fp32 weights, without the optimizer's
         state."""
-        return STORED_BYTES * self.model.end_parameters
+        return STORED_BYTES * (self.model.end_parameters + self.bridge_parameters)
 
     def spare_bytes(self, memory_bytes: int, stage: int, layers: int, microbatches: int) -> int:
         """Bytes left beside the stage and as many microbatches as a node of this memory has slots for, of so many."""
@@ -442,7 +451,7 @@ class Workload:
         """What earlier versions knew without being told is left out, so that they can read the file."""
         left_out = (
             *(("optimizer", DEFAULT), ("collective", "ring"), ("offload", "none"), ("adapter_parameters", 0)),
-            *(("wire_dtypes", ()), ("gradient_dtypes", ())),
+            *(("bridge_parameters", 0), ("wire_dtypes", ()), ("gradient_dtypes", ())),
         )
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
@@ -470,6 +479,7 @@ class Workload:
             adapter_parameters=entry.integer("adapter_parameters") if entry.mentions("adapter_parameters") else 0,
             wire_dtypes=tuple(_link_dtypes(entry)),
             gradient_dtypes=tuple(entry.items("gradient_dtypes")) if entry.mentions("gradient_dtypes") else (),
+            bridge_parameters=entry.integer("bridge_parameters") if entry.mentions("bridge_parameters") else 0,
         )
         entry.close()
         return workload

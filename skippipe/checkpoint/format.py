@@ -88,11 +88,15 @@ class Manifest:
     """The held-out loss of these weights; None: it was not evaluated."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters: with a rank, they are all that it holds of the model."""
+    bridges: Annotated[int, COUNT] = 0
+    """Rank of the bridges that were trained with the stages; 0: there are none."""
 
     def to_json(self) -> dict[str, Any]:
-        """A run without an id, the default optimizer, an unknown loss and no adapters are left out, as earlier versions
-        wrote none of them."""
-        left_out = {"run": "", "optimizer": DEFAULT, "validation_loss": None, "lora": asdict(LoraConfig())}
+        """A run without an id, the default optimizer, an unknown loss, no adapters and no bridges are left out, as
+        earlier versions wrote none of them."""
+        left_out = {
+            "run": "", "optimizer": DEFAULT, "validation_loss": None, "lora": asdict(LoraConfig()), "bridges": 0
+        }  # fmt: skip
         found = {**vars(self), "lora": asdict(self.lora)}
         fields = {name: value for name, value in found.items() if name not in left_out or left_out[name] != value}
         return {"format": FORMAT, "version": VERSION, **fields, "files": [vars(file) for file in self.files]}

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from skippipe.checkpoint.adapters import read_base
+from skippipe.checkpoint.bridges_file import BRIDGES_FILE, write_bridges
 from skippipe.checkpoint.format import run_field
 from skippipe.checkpoint.model_card import CARD_FILE, ModelCard, special_ids
 from skippipe.codecs import decode
@@ -32,6 +34,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import merged
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import Bridges, trained_bridges
 from skippipe.runs.wal import fsync_path
 
 UNFINISHED = "unfinished"
@@ -63,6 +66,8 @@ class ModelFolder:
     _where: dict[str, str] = field(init=False, default_factory=dict)
     """Name of a weight → the file that holds it."""
     _bytes: int = field(init=False, default=0)
+    _bridges: dict[int, Bridges] = field(init=False, default_factory=dict)
+    """Stage → the bridges that begin there; they go into a file of their own."""
 
     def store(self, stage: int, number: int, piece: Any) -> None:
         """Take the next chunk of a stage, of which number 0 starts the stage over. None ends it: OSError if it cannot
@@ -79,6 +84,11 @@ class ModelFolder:
             shutil.rmtree(self._unfinished, ignore_errors=True)  # of one that was cut short
         self._unfinished.mkdir(parents=True, exist_ok=True)
         trained = {slot.name: slot.of(flat) for slot in layout_of_stage(self.spec, self.layers, stage)}
+        bridges = trained_bridges(self.spec, stage, len(self.layers))
+        if bridges is not None:
+            self._bridges[stage] = bridges
+            for name, each in bridges.named_weights():
+                each.data.copy_(trained.pop(name))
         if self.base is not None:
             names = [slot.name for slot in layout_of_stage(self.spec, self.layers, stage, frozen=True)]
             trained = merged(read_base(self.base, names), trained, self.spec.lora)
@@ -132,6 +142,10 @@ class ModelFolder:
         card = ModelCard(config, self.layers, self._bytes // self.dtype.itemsize, self.run, self.iterations, self.score)
         (self._unfinished / CARD_FILE).write_text(card.text() + "\n", encoding="utf-8")
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        if self._bridges:
+            held = [self._bridges[stage] for stage in sorted(self._bridges)]
+            with _os_errors(self._unfinished / BRIDGES_FILE):
+                write_bridges(self._unfinished, self.layers, held, dtype=self.dtype)
         for path in self._unfinished.iterdir():
             fsync_path(path)
         for path in sorted(self._unfinished.iterdir()):
@@ -141,9 +155,16 @@ class ModelFolder:
 
 
 def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    try:
+    with _os_errors(path):
         save_file(weights, path, metadata=metadata)
         fsync_path(path)
+
+
+@contextlib.contextmanager
+def _os_errors(path: Path) -> Iterator[None]:
+    """Errors of the library while a file is written become those of the system, and the file is removed."""
+    try:
+        yield
     except (SafetensorError, OSError) as error:
         path.unlink(missing_ok=True)  # others need the room
         if isinstance(error, OSError):

@@ -307,6 +307,7 @@ def manifest_of(
         run=run_id,
         optimizer=node_config.learning.optimizer,
         lora=node_config.lora,
+        bridges=node_config.recipe.bridges,
     )
 
 
@@ -322,9 +323,16 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
         ("text", found.data, node_config.data_fingerprint),
         ("optimizer", found.optimizer, node_config.learning.optimizer),
         ("[lora]", found.lora, node_config.lora),
+        ("recipe.bridges", found.bridges, node_config.recipe.bridges),
     ):
         if theirs != ours:
             raise UserError(f"{origin.place}: was made with another {name}; resume with the job it belongs to")
+    if found.bridges and found.layers != node_config.plan.layers:
+        there, here = (",".join(map(str, each)) for each in (found.layers, node_config.plan.layers))
+        raise UserError(
+            f"{origin.place}: its bridges are for stages of {there} layers, and the plan has {here}: set "
+            f'pipeline.layers = "{there}"'
+        )
     if found.lora.rank:
         base_of(origin.place)
     return origin
@@ -361,7 +369,7 @@ def export(place: Path, folder: Path, score: Path | None = None) -> Manifest:
     """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written. `score`: as in
     `ModelCard`."""
     manifest = verified(place)
-    spec = ModelSpec(config_from(manifest.config), manifest.seed, manifest.lora)
+    spec = ModelSpec(config_from(manifest.config), manifest.seed, manifest.lora, manifest.bridges)
     reader = StateReader(CheckpointOrigin(place, manifest), manifest.layers, spec)
     run, tokenizer = place.resolve().parents[1], TextTokenizer.load(place)
     ours = manifest.run != "" and run_id_of(run) == manifest.run

@@ -80,11 +80,13 @@ def llama_config(shape: ModelShape, **others: Any) -> LlamaConfig:
 
 
 class ModelSpec:
-    """A configuration and a seed, and perhaps adapters: enough to make any part of the model."""
+    """A configuration and a seed, and perhaps adapters or bridges: enough to make any part of the model."""
 
-    def __init__(self, config: Any, seed: int = 0, lora: LoraConfig | None = None) -> None:
+    def __init__(self, config: Any, seed: int = 0, lora: LoraConfig | None = None, bridges: int = 0) -> None:
+        """`bridges`: the rank of those that are trained with the stages; 0: there are none."""
         self.config = config
         self.seed = seed
+        self.bridges = bridges
         self.lora = LoraConfig()
         if getattr(config, "_attn_implementation", None) not in ATTENTION:
             config._attn_implementation = "sdpa"
@@ -116,9 +118,9 @@ class ModelSpec:
         return bool(self.config.tie_word_embeddings)
 
     def without_adapters(self) -> ModelSpec:
-        """The model that is adapted, by itself."""
+        """The model by itself, without bridges too."""
         found = copy(self)
-        found.lora = LoraConfig()
+        found.lora, found.bridges = LoraConfig(), 0
         return found
 
     def _linear_maps(self) -> list[str]:

@@ -29,14 +29,25 @@ from skippipe.model.lora import initial, is_adapter
 from skippipe.model.model_spec import ModelSpec, is_linear
 from skippipe.stage_subset import Hop
 
+BRIDGE = "bridges."  # how the names of their weights begin
 EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
 
 
 class StageModel(nn.Module):
     """The layers of one stage, of which no others are made; master weights are fp32, whatever is computed in."""
 
-    def __init__(self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        layers: range,
+        *,
+        ends: bool,
+        recompute: bool = False,
+        bridges: Bridges | None = None,
+    ) -> None:
+        """`bridges` are those that begin here, if they are trained with the stage."""
         super().__init__()
+        self.bridges = bridges
         self.numbers = layers
         self.recompute = recompute
         self.spec = spec
@@ -116,8 +127,8 @@ class StageModel(nn.Module):
         return self.spec.balance_weight * total / everywhere
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names that they have in the whole model; LoRA's adapters are not among them."""
-        yield from (pair for pair in self._named_parameters() if not is_adapter(pair[0]))
+        """Under the names that they have in the whole model; LoRA's adapters and bridges are not among them."""
+        yield from (pair for pair in self._named_parameters() if not is_adapter(pair[0]) and not is_bridge(pair[0]))
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The weights that training changes: LoRA's adapters, or all if there are none."""
@@ -151,6 +162,8 @@ class StageModel(nn.Module):
             yield from ((f"model.norm.{name}", each) for name, each in self.norm.named_parameters())
             if not self.spec.tied:
                 yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
+        if self.bridges is not None:
+            yield from self.bridges.named_weights()
 
     def _positions_and_masks(
         self, hidden: Tensor, starts: Tensor | None
@@ -228,6 +241,7 @@ class Bridges(nn.Module):
     def __init__(self, stage: int, stages: int, width: int, rank: int, seed: int) -> None:
         """A model of so many `stages`, which is also the number by which the head is a target, and `width` channels."""
         super().__init__()
+        self.stage = stage
         targets = torch.arange(stage + 2, stages + 1)
         self.targets: Tensor
         self.register_buffer("targets", targets, persistent=False)
@@ -251,6 +265,22 @@ class Bridges(nn.Module):
         gain = (chosen @ self.gain.view(-1, self.width)).unsqueeze(1)
         normed = functional.rms_norm(hidden, (self.width,), eps=EPSILON)
         return (hidden + (normed @ down @ up + normed * gain)).to(hidden.dtype)
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the names that they have among all weights that are trained."""
+        yield from ((f"{BRIDGE}{self.stage}.{part}", each) for part, each in self.named_parameters())
+
+
+def is_bridge(name: str) -> bool:
+    """Whether a weight of this name, or the optimizer's state for it, is a bridge's."""
+    return name.startswith(BRIDGE) or f".{BRIDGE}" in name
+
+
+def trained_bridges(spec: ModelSpec, stage: int, stages: int) -> Bridges | None:
+    """The bridges that are trained with a stage, as they are at the start; None: there are none."""
+    if not spec.bridges or stage >= stages - 1:
+        return None
+    return Bridges(stage, stages, spec.config.hidden_size, spec.bridges, spec.seed)
 
 
 def bridges_of(stages: int, width: int, rank: int, seed: int) -> list[Bridges]:

@@ -5,7 +5,8 @@ over the microbatches that came. A microbatch that comes again after a failure, 
 may not count: then its input gradient is as before and nothing is added. With bf16, activations and products are bf16,
 under autocast; weights, gradients and norms stay fp32.
 
-What a stage adds to a microbatch may be scaled up, for the stages that were skipped. And the head may also look at the
+What a stage adds to a microbatch may be scaled up, for the stages that were skipped; or a bridge stands in for those
+between the stage and the one where the path goes on. And the head may also look at the
 output of stage 0 alone (early exit), which then learns from that loss too.
 
 A split backward gives input gradients at once, because other nodes wait for them, and weight gradients later. The
@@ -25,7 +26,7 @@ from torch.nn import functional
 
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageModel
+from skippipe.model.stage import Bridges, StageModel
 from skippipe.optim.config import OptimConfig
 
 DeferredGradients = list[tuple[nn.Parameter, Tensor, Tensor]]
@@ -96,6 +97,8 @@ class SavedForBackward(NamedTuple):
     """The balancing loss of the stage's routers."""
     early: Tensor | None = None
     """The gradient of the outputs, by the loss of an early exit."""
+    bridged: Tensor | None = None
+    """The outputs with what their bridge adds, if the path goes over one."""
 
 
 class EarlyExit(NamedTuple):
@@ -122,9 +125,10 @@ class StageStep:
         split_backward: bool = False,
         compiled: bool = False,
         offload: bool = False,
+        bridges: Bridges | None = None,
     ) -> None:
         """`offload`: the optimizer's state is held in host memory."""
-        self.model = StageModel(spec, layers, ends=ends, recompute=recompute).to(device)
+        self.model = StageModel(spec, layers, ends=ends, recompute=recompute, bridges=bridges).to(device)
         if compute_dtype == "bf16":
             self.model.frozen_to(torch.bfloat16)
         trained, frozen = self.model.trained_weights(), self.model.frozen_weights()
@@ -144,18 +148,21 @@ class StageStep:
             self._compile()
         self._split = split_backward
 
-    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
+    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, target: int = 0) -> Tensor:
         """The forward pass at the data node. Like any other, it replaces an earlier one of the same microbatch."""
         with self._autocast():
-            outputs = self._forward(key, self.model.embed(tokens), starts=starts)
+            outputs = self._forward(key, self.model.embed(tokens), starts=starts, target=target)
         self._exit_early(key)
         return outputs
 
-    def forward(self, key: Key, hidden: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None) -> Tensor:
+    def forward(
+        self, key: Key, hidden: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
+    ) -> Tensor:
         """The forward pass of the stage, whose contribution to the residual stream is multiplied by this scale.
 
-        `starts` is where conversations begin (see `StageModel.forward`)."""
-        return self._forward(key, hidden.detach().requires_grad_(), residual_scale, starts)
+        `starts` is where conversations begin (see `StageModel.forward`); `target` the stage where the path goes on, or
+        the number of stages for the head: past other stages it goes over a bridge, if there are any."""
+        return self._forward(key, hidden.detach().requires_grad_(), residual_scale, starts, target)
 
     def head(
         self,
@@ -182,9 +189,13 @@ class StageStep:
         """The gradient for the node before; None at the data node, where the microbatch began."""
         held = self.held.pop(key)
         counts = counts and key not in self.deferred  # or it came before, and counts when what was deferred is added
-        if held.early is not None:
-            gradient = gradient + held.early
-        roots, gradients = [held.outputs], [gradient.to(held.outputs.dtype)]
+        roots, gradients = [held.outputs if held.bridged is None else held.bridged], [gradient]
+        if held.early is not None and held.bridged is None:
+            gradients = [gradient + held.early]
+        elif held.early is not None:  # what an early exit looks at comes before the bridge
+            roots.append(held.outputs)
+            gradients.append(held.early)
+        gradients = [each.to(root.dtype) for root, each in zip(roots, gradients, strict=True)]
         if held.balance is not None:
             roots.append(held.balance)
             gradients.append(torch.ones_like(held.balance))
@@ -230,15 +241,20 @@ class StageStep:
         self._exits.clear()
         self._deferred_now.clear()
 
-    def _forward(self, key: Key, inputs: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None) -> Tensor:
+    def _forward(
+        self, key: Key, inputs: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
+    ) -> Tensor:
         self.held.pop(key, None)  # before the new one takes its memory; what was deferred is due all the same
         with self._autocast():
             hidden = inputs.to(torch.bfloat16) if self._low_precision else inputs
             outputs: Tensor = self.model(hidden, starts)
             if residual_scale != 1.0:
                 outputs = torch.lerp(hidden, outputs, residual_scale)
-            self.held[key] = SavedForBackward(inputs, outputs, self.model.balance())
-        return outputs.detach()
+            bridges, bridged = self.model.bridges, None
+            if bridges is not None and target > bridges.stage + 1:
+                bridged = bridges(outputs, torch.full((len(outputs),), target, device=outputs.device))
+            self.held[key] = SavedForBackward(inputs, outputs, self.model.balance(), bridged=bridged)
+        return (outputs if bridged is None else bridged).detach()
 
     def _head(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
         inputs = hidden.detach().requires_grad_()

@@ -21,6 +21,7 @@ from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
 from skippipe.optim import DEFAULT
 from skippipe.planner.codec_prices import CodecBudget
+from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -64,7 +65,7 @@ class Problem:
     sizes: tuple[int, ...] = ()
     """Nodes of each stage; empty: chosen to match the demand."""
     swaps: int = MAX_SWAPS
-    """Swaps of neighbours that a path may have (CC2)."""
+    """Swaps of neighbours that a path may have (CC2); with bridges, none."""
     timing: Timing = Timing.FULL
     dispatch: Dispatch = Dispatch.FIRST_COME
     split_backward: bool = False
@@ -77,6 +78,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         nodes = len(self.cluster)
+        if self.workload.bridge_parameters:
+            object.__setattr__(self, "swaps", 0)
         if self.stages < 2:
             raise Infeasible(f"{self.stages} stages make no pipeline: use 2 or more")
         if nodes < self.stages:
@@ -228,9 +231,25 @@ class Problem:
         raise AssertionError("there is room for lanes")
 
 
-def lane_unit(stages: int, visited: int) -> int:
-    """Lanes, and so microbatches, that visit L−1 of S−1 stages equally often come in multiples of this."""
-    return (stages - 1) // gcd(stages - 1, visited - 1) if stages > 1 else 1
+def check_feasible(problem: Problem, length: PathLength) -> None:
+    """Infeasible if there is no plan with paths of this length, as far as can be told without making one."""
+    if not isinstance(length, tuple):
+        replace(problem, visited=length)
+        return
+    microbatches, others = problem.workload.microbatches, problem.stages - 1
+    visits = sum(deal_lengths(length, microbatches)) - microbatches
+    if visits % others:
+        raise Infeasible(
+            f"{microbatches} microbatches cannot visit each stage equally often (CC3): use a multiple of "
+            f"{lane_unit(problem.stages, length)}"
+        )
+
+
+def lane_unit(stages: int, visited: PathLength) -> int:
+    """Lanes, and so microbatches, that visit L−1 of S−1 stages equally often come in multiples of this; with paths of
+    several lengths, microbatches that are divided into equal parts and do so together."""
+    parts = parts_of(visited)
+    return len(parts) * (stages - 1) // gcd(stages - 1, sum(parts) - len(parts)) if stages > 1 else len(parts)
 
 
 def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | None = None) -> tuple[int, ...]:

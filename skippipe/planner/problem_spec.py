@@ -16,7 +16,7 @@ from skippipe.json_fields import exists
 from skippipe.planner.problem import DecisionVariables, Problem, lane_unit, stage_sizes
 from skippipe.planner.published import EXAMPLES, Example
 from skippipe.presets import PRESETS, preset
-from skippipe.skip_schedule import parse_share
+from skippipe.skip_schedule import PathLength, parse_share
 from skippipe.timeline import Timing
 from skippipe.workload import Workload
 
@@ -29,8 +29,8 @@ class PlanSpec:
     visit: int | None = None
     """Stages on a path; or `skip`, the share to leave out: 0.33, 33%, 1/3."""
     skip: str | None = None
-    also: tuple[int, ...] = ()
-    """Other numbers of stages on a path that the same number of microbatches must suit."""
+    also: tuple[PathLength, ...] = ()
+    """Other lengths of paths that the same number of microbatches must suit."""
     sizes: str | None = None
     """Nodes of each stage, as in 5,3,3,3,3,3."""
     layers: str | None = None

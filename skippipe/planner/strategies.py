@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -32,12 +33,13 @@ from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings
+from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings, lane_unit
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.annealing import LARGE, PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
 from skippipe.planner.search.decomposition import parts_of, planned_in_parts
 from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
+from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
@@ -491,12 +493,40 @@ def round_robin_paths(
     return tuple(paths[lane] for lane in range(len(lanes)))
 
 
-def with_paths_of(plan: Plan, length: int, strategy: Strategy, request: PlanRequest) -> Plan:
-    """The same nodes on the same stages with paths of another length: the faster of a newly made and a repaired plan.
+def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:
+    """The same nodes on the same stages with paths of another length: the faster of a newly made and a repaired plan;
+    with paths of several lengths, a repaired one.
 
     Infeasible if neither keeps every rule.
     """
     members = tuple(stage.nodes for stage in plan.stages)
+    other = repaired(plan, members, plan.stage_of, budget_s=request.budget_s, visited=length, clock=request.clock)
+    rivals = [other] if other is not None and has_lengths(other, length) else []
+    reason = None
+    try:
+        rivals += [] if isinstance(length, tuple) else [_new_paths(plan, members, length, strategy, request)]
+    except Infeasible as error:
+        reason = error
+    same = [
+        replace(each, stages=plan.stages, expected=None, lower_bound_ns=None) for each in rivals
+    ]  # also nodes that no lane uses
+    promised = [each.promising(simulate(each, Timing.FULL)) for each in same if not validate(each)]
+    if not promised:
+        unit = lane_unit(len(plan.stages), length)
+        advice = f"; use a multiple of {unit} microbatches" if plan.workload.microbatches % unit else ""
+        raise reason or Infeasible(f"no paths were found that keep every rule{advice}")
+    return min(promised, key=iteration_ns)
+
+
+def has_lengths(plan: Plan, length: PathLength) -> bool:
+    """Whether the paths of the plan are of this length, or so many of each."""
+    carried: Counter[int] = Counter()
+    for lane in plan.lanes:
+        carried[len(lane.path)] += lane.microbatches
+    return carried == Counter(deal_lengths(parts_of(length), plan.microbatches))
+
+
+def _new_paths(plan: Plan, members: Placement, length: int, strategy: Strategy, request: PlanRequest) -> Plan:
     problem = Problem(
         plan.cluster,
         plan.workload,
@@ -508,17 +538,4 @@ def with_paths_of(plan: Plan, length: int, strategy: Strategy, request: PlanRequ
         layers=plan.layers,
         decision_variables=ALL_FIXED,
     )
-    other = repaired(plan, members, plan.stage_of, budget_s=request.budget_s, visited=length, clock=request.clock)
-    rivals = [other] if other is not None and {len(lane.path) for lane in other.lanes} == {length} else []
-    reason = None
-    try:
-        rivals.append(make_plan(problem, strategy, replace(request, placement=members)))
-    except Infeasible as error:
-        reason = error
-    same = [
-        replace(each, stages=plan.stages, expected=None, lower_bound_ns=None) for each in rivals
-    ]  # also nodes that no lane uses
-    promised = [each.promising(simulate(each, Timing.FULL)) for each in same if not validate(each)]
-    if not promised:
-        raise reason or Infeasible(f"no paths of {length} stages were found that keep every rule")
-    return min(promised, key=iteration_ns)
+    return make_plan(problem, strategy, replace(request, placement=members))

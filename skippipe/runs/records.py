@@ -128,7 +128,7 @@ class WalSummary:
         """The run has ended in order; None: the journal is empty."""
         self.run: str = ""
         """The id of the run."""
-        self._newest: dict[int, dict[str, Any]] = {}
+        self._newest: dict[str, dict[str, Any]] = {}
         """Length of paths → the newest record of a plan for it."""
 
     def add_line(self, line: bytes) -> bool:
@@ -144,9 +144,9 @@ class WalSummary:
             return True
         self.done = "done" in record
         if "plan" in record:
-            self.last = self._newest[as_count(record.get("visited")) or 0] = record
+            self.last = self._newest[str(record.get("visited"))] = record
         elif "turn" in record:
-            self.last = self._newest.get(as_count(record["turn"]) or 0, self.last)
+            self.last = self._newest.get(str(record["turn"]), self.last)
         return True
 
 

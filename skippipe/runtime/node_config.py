@@ -62,7 +62,7 @@ class NodeConfig:
     def spec(self) -> ModelSpec:
         from skippipe.model.model_spec import ModelSpec, config_from
 
-        return ModelSpec(config_from(self.config), self.seed, self.lora)
+        return ModelSpec(config_from(self.config), self.seed, self.lora, self.recipe.bridges)
 
     def sampler(self, folder: Path | None = None) -> BatchSampler:
         """The text that is trained on, from here or from where this machine keeps it."""

@@ -275,9 +275,8 @@ class StageExecutor:
             tokens, _ = self._batch(task)
             assert self._sampler is not None
             starts = self._sampler.starts(task.iteration, task.data)
-            return OpResult(
-                self._encode_hop(self.tasks.begin(key, tokens, self._on_device(starts)), task.wire_dtype, starts)
-            )
+            begun = self.tasks.begin(key, tokens, self._on_device(starts), task.target)
+            return OpResult(self._encode_hop(begun, task.wire_dtype, starts))
         if task.is_weights:
             self.tasks.weight_gradients(key, counts=task.counts)
             return NO_RESULT
@@ -285,7 +284,7 @@ class StageExecutor:
         if task.step < task.length:
             residual_scale = self._recipe.residual_scale(len(self._layers), task.length)
             starts = self._starts(task.given)
-            outputs = self.tasks.forward(key, given, residual_scale, self._on_device(starts))
+            outputs = self.tasks.forward(key, given, residual_scale, self._on_device(starts), task.target)
             return OpResult(self._encode_hop(outputs, task.wire_dtype, starts))
         if task.step == task.length:
             _, labels = self._batch(task)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.model.model_spec import check_device
-from skippipe.model.stage import layer_ranges
+from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles
 from skippipe.runtime.node.ops import planned_ns
@@ -83,6 +83,7 @@ def build_stage_executor(
         split_backward=plan.split_backward,
         compiled=node_config.compiled,
         offload=plan.workload.offload == "optimizer",
+        bridges=trained_bridges(spec, stage, len(plan.layers)),
     )
     return StageExecutor(
         stage,

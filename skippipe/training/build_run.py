@@ -27,9 +27,10 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec, check_device, config_named
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
+from skippipe.planner.problem import check_feasible
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, with_paths_of
+from skippipe.planner.strategies import PlanRequest, Strategy, has_lengths, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import (
@@ -41,7 +42,7 @@ from skippipe.runtime.coordinator.settings import (
 )
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
-from skippipe.skip_schedule import parse_share, visited_of
+from skippipe.skip_schedule import PathLength, parse_share, parts_of, path_length_text, visited_of
 from skippipe.timeline import Timing
 from skippipe.training.held_out import held_out_samples, held_out_text
 from skippipe.training.job_config import JobConfig, ReportConfig
@@ -66,9 +67,9 @@ class RunSetup(RunOptions):
     """The plan with its promise, under full timing; if paths change their length, the one that most iterations use."""
     spec: ModelSpec
     tokens: TokenFile
-    plans: Mapping[int, Plan]
+    plans: Mapping[PathLength, Plan]
     """Length of paths → the plan for it, on the same stages; the plan is one of them."""
-    lengths: Mapping[int, int]
+    lengths: Mapping[PathLength, int]
     """Length of paths → how many iterations of the run have such paths."""
     held_out_tokens: TokenFile | None = None
     """The text of validation.texts."""
@@ -254,7 +255,7 @@ def build_run(
     if tokens.marks is None and not job.data.packing:
         raise UserError("data.packing: is for conversations, and the texts hold none; leave it out")
     config = config_named(job.model.config, None if job.model.weights else tokens.vocabulary)
-    spec = ModelSpec(config, job.seed, job.lora)
+    spec = ModelSpec(config, job.seed, job.lora, job.recipe.bridges)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     plan = _checked_plan(given, job, spec) if given else None
@@ -278,6 +279,14 @@ def _make_job_plan(
     job: JobConfig, cluster: Cluster, example: Example | None, spec: ModelSpec, request: PlanRequest
 ) -> Plan:
     pipeline = job.pipeline
+    plan_spec = PlanSpec(
+        stages=pipeline.stages or None,
+        skip=pipeline.skip or None,
+        layers=pipeline.layers or None,
+        microbatches=job.batch.microbatches or None,
+        split_backward=pipeline.split_backward,
+    )
+    stages = stages_of(cluster, plan_spec, example)
     workload = Workload(
         spec.shape,
         sequence_tokens=job.batch.sequence,
@@ -292,24 +301,17 @@ def _make_job_plan(
         collective=job.averaging.engine,
         offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
+        bridge_parameters=spec.shape.bridge_parameters(spec.bridges, stages),
     )
     cluster = _emulated(job, cluster, workload)
-    plan_spec = PlanSpec(
-        stages=pipeline.stages or None,
-        skip=pipeline.skip or None,
-        layers=pipeline.layers or None,
-        microbatches=job.batch.microbatches or None,
-        split_backward=pipeline.split_backward,
-    )
-    lengths: Counter[int] = Counter()
     if job.followed.phases:
-        stages = stages_of(cluster, plan_spec, example)
         lengths = _lengths(job, stages, stages)
-        plan_spec = replace(plan_spec, visit=_most_frequent(lengths), also=tuple(lengths))
+        single = job.followed.lengths(job.iterations, stages, stages)
+        plan_spec = replace(plan_spec, visit=max(single, key=lambda each: (single[each], each)), also=tuple(lengths))
     problem = problem_of(cluster, workload, plan_spec, example)
-    for length in lengths:
-        with _explain_infeasible(length, problem.stages):
-            replace(problem, visited=length)  # what is infeasible is found before a long search
+    for length in plan_spec.also:
+        with _explain_infeasible(length, problem.stages):  # what is infeasible is found before a long search
+            check_feasible(problem, length)
     return make_plan(problem, Strategy(pipeline.strategy), request)
 
 
@@ -320,29 +322,35 @@ def _adapter_parameters(spec: ModelSpec) -> int:
     return -(-sum(slot.size for slot in layout_of_stage(spec, (spec.layers,), 0)) // spec.layers)
 
 
-def _lengths(job: JobConfig, stages: int, default: int) -> Counter[int]:
+def _lengths(job: JobConfig, stages: int, default: int) -> Counter[PathLength]:
     """Length of paths → how many iterations of the job have such paths."""
-    found = job.followed.lengths(job.iterations, stages, default)
-    if min(found) < 2 <= stages:
+    found = job.followed.path_lengths(job.iterations, stages, default)
+    shortest = min(found, key=lambda length: min(parts_of(length)))
+    least = min(parts_of(shortest))
+    if least < 2 <= stages:
         raise UserError(
-            f"recipe.skip: '{job.followed.skip}' leaves {min(found)} of {stages} stages in {found[min(found)]} "
+            f"recipe.skip: '{job.followed.skip}' leaves {least} of {stages} stages in {found[shortest]} "
             f"iterations; a path has at least 2: skip {Fraction(stages - 2, stages)} at most"
         )
+    if job.recipe.bridges and found.keys() == {stages}:
+        raise UserError("recipe.bridges: would have no effect: no path leaves a stage out; set recipe.skip")
     return found
 
 
-def _most_frequent(lengths: Counter[int]) -> int:
+def _most_frequent(lengths: Counter[PathLength]) -> PathLength:
     """The length of paths that most iterations have."""
-    return max(lengths, key=lambda length: (lengths[length], length))
+    return max(lengths, key=lambda length: (lengths[length], parts_of(length)))
 
 
 def plans_by_length(
-    job: JobConfig, plan: Plan, lengths: Iterable[int], request: PlanRequest, *, resumed: bool
-) -> dict[int, Plan]:
+    job: JobConfig, plan: Plan, lengths: Iterable[PathLength], request: PlanRequest, *, resumed: bool
+) -> dict[PathLength, Plan]:
     """Plans for all lengths that paths have in the run, on the stages of the given plan."""
-    found: dict[int, Plan] = {}
-    for length in sorted(lengths):
-        same = plan if length == plan.visited else _saved_plan(job, plan, length) if resumed else None
+    if not job.followed.phases:
+        return {plan.visited: plan}
+    found: dict[PathLength, Plan] = {}
+    for length in sorted(lengths, key=parts_of):
+        same = plan if has_lengths(plan, length) else _saved_plan(job, plan, length) if resumed else None
         if same is None:
             with _explain_infeasible(length, len(plan.stages)):
                 same = with_paths_of(plan, length, Strategy(job.pipeline.strategy), request)
@@ -351,26 +359,27 @@ def plans_by_length(
 
 
 @contextmanager
-def _explain_infeasible(length: int, stages: int) -> Iterator[None]:
+def _explain_infeasible(length: PathLength, stages: int) -> Iterator[None]:
     try:
         yield
     except Infeasible as error:
-        raise Infeasible(f"recipe.skip: paths through {length} of {stages} stages: {error}") from None
+        raise Infeasible(f"recipe.skip: paths through {path_length_text(length)} of {stages} stages: {error}") from None
 
 
-def _plan_file(job: JobConfig, length: int | None = None) -> Path:
+def _plan_file(job: JobConfig, length: PathLength | None = None) -> Path:
     """A plan's file in the output folder; with a length: for paths that are not of the most frequent length."""
-    return Path(job.output) / ("plan.json" if length is None else f"plan-{length}.json")
+    which = "" if length is None else "-" + path_length_text(length).replace(" & ", "-").replace(" ", "")
+    return Path(job.output) / f"plan{which}.json"
 
 
-def _saved_plan(job: JobConfig, plan: Plan, length: int) -> Plan | None:
+def _saved_plan(job: JobConfig, plan: Plan, length: PathLength) -> Plan | None:
     """The plan for paths of this length that an earlier run has saved, if it is for the same stages."""
     try:
         found = Plan.load(_plan_file(job, length))
     except UserError:  # or there is none
         return None
     alike = (found.stages, found.cluster, found.workload) == (plan.stages, plan.cluster, plan.workload)
-    return found if alike and found.visited == length and not validate(found) else None
+    return found if alike and has_lengths(found, length) and not validate(found) else None
 
 
 def _plan_of_earlier_run(job: JobConfig, spec: ModelSpec) -> Plan | None:
@@ -456,10 +465,11 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
         collective=job.averaging.engine,
         offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
+        bridge_parameters=spec.shape.bridge_parameters(spec.bridges, len(plan.stages)),
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):
-        raise UserError(f"{path}: with learning.optimizer '{workload.optimizer}' the plan breaks a rule: {broken[0]}")
+        raise UserError(f"{path}: with this job's recipe and optimizer the plan breaks a rule: {broken[0]}")
     return plan.promising(simulate(plan, Timing.FULL))
 
 
@@ -476,19 +486,3 @@ def _free_address() -> str:
     """An address for torch.distributed on this machine; if another process takes it in between, nodes report that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def timetable_text(lengths: Mapping[int, int], plans: Mapping[int, Plan], stages: int, *, promised: bool = True) -> str:
-    """What a run comes to, from the number of iterations and the plan for each length of paths, shortest first; seconds
-    if they are promised."""
-    if not promised:
-        return ", ".join(
-            f"{count:,} iterations through {length} of {stages} stages" for length, count in sorted(lengths.items())
-        )
-    each_s = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
-    parts = [
-        f"{count:,} iterations through {length} of {stages} stages at {each_s[length]:.2f} s"
-        for length, count in sorted(lengths.items())
-    ]
-    whole_s = sum(count * each_s[length] for length, count in lengths.items())
-    return f"{', '.join(parts)}: {whole_s:,.1f} s promised in all"

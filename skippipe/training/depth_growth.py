@@ -11,19 +11,22 @@ The result is a checkpoint like any other, of as many iterations as the smaller 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints, StageWriter, StoredFile
 from skippipe.checkpoint.manager import StateReader, manifest_of
+from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import TEXT_FIELDS
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
-from skippipe.model.stage import layer_ranges
+from skippipe.model.stage import is_bridge, layer_ranges, trained_bridges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
 from skippipe.plan import Plan
@@ -137,7 +140,8 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
     files: list[StoredFile] = []
     for stage, places in enumerate(stages):
         writer = StageWriter(unfinished, stage, places, optimizer, run.run_id)
-        state.copy_to(writer, places, optimizer)
+        bridges = trained_bridges(run.spec, stage, len(stages))
+        state.copy_to(writer, places, optimizer, dict(bridges.named_weights()) if bridges else {})
         files += writer.finish()
     steps = [state.steps(each) for each in layer_ranges(node_config.plan.layers)]
     assert not run.recovered_records, "a run that begins has none"
@@ -186,16 +190,24 @@ class _YoungState:
                 raise self._unlike(f"layer {layer} ({ours})", f"layer {donor} ({theirs})")
 
     def check_shapes(self, places: Sequence[ParamSlot]) -> None:
-        for place in places:
+        for place in (each for each in places if not is_bridge(each.name)):
             name = self._donor(place.name)
             if self._shapes.get(name) != place.shape:
                 raise self._unlike(f"'{place.name}' {list(place.shape)}", f"'{name}', which is not there or not so")
 
-    def copy_to(self, writer: StageWriter, weights: Sequence[ParamSlot], optimizer: type[Optimizer]) -> None:
-        """Write the weights and the optimizer state of a stage, one tensor at a time."""
+    def copy_to(
+        self,
+        writer: StageWriter,
+        weights: Sequence[ParamSlot],
+        optimizer: type[Optimizer],
+        bridges: Mapping[str, Tensor],
+    ) -> None:
+        """Write the weights and the optimizer state of a stage, one tensor at a time; bridges are new."""
         from_zero = tuple(f"{each.name}." for each in optimizer.state_tensors if each.grown == "zero")
         for slot in optimizer.state_slots(weights):
-            if slot.name.startswith(from_zero) and self._is_new(slot.name):
+            if slot.name in bridges:
+                writer.write(encode(bridges[slot.name].detach().flatten(), "fp32").data)
+            elif is_bridge(slot.name) or (slot.name.startswith(from_zero) and self._is_new(slot.name)):
                 writer.write(bytes(STORED_BYTES * slot.size))
             else:
                 writer.write(self._reader.tensor(slot._replace(name=self._donor(slot.name))).data)

@@ -304,8 +304,6 @@ class JobConfig:
                     f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
                 )
         studied = {
-            "skip: '&'": recipe.is_mixed,
-            "bridges": recipe.bridges > 0,
             "adapters": recipe.adapters > 0,
             "distill": recipe.distill > 0,
         }
@@ -364,6 +362,8 @@ class JobConfig:
             return
         if not self.model.weights:
             raise UserError("lora: adapters are for a model that exists; name its folder: model.weights")
+        if self.recipe.bridges:
+            raise UserError("recipe.bridges: with [lora] only adapters are trained: leave one of them out")
         if self.survive.lost_stage == "neighbours":
             raise UserError(
                 "survive.lost_stage: the adapters of a lost stage come from the newest checkpoint, which there always "

@@ -30,6 +30,7 @@ from skippipe.runs.records import COUNTED, metrics_of
 from skippipe.runs.tail import trace_name
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, ValidationReport
 from skippipe.simulator import node_use
+from skippipe.skip_schedule import PathLength, parts_of, path_length_text
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class CallbackList(Callback):
                     log.warning("%s", line)
 
 
-def promised_left(job: JobConfig, plan: Plan, plans: Mapping[int, Plan]) -> Callable[[int], float]:
+def promised_left(job: JobConfig, plan: Plan, plans: Mapping[PathLength, Plan]) -> Callable[[int], float]:
     """A function that gives the promised seconds of all iterations that are left when so many are done; 0: nothing is
     promised. `plans` has a plan for each length of paths."""
     promised = {length: each.expected.iteration_s for length, each in plans.items() if each.expected is not None}
@@ -125,6 +126,23 @@ def promised_left(job: JobConfig, plan: Plan, plans: Mapping[int, Plan]) -> Call
         return count * fmean(promised[each] for each in lengths)
 
     return left_s
+
+
+def timetable_text(
+    lengths: Mapping[PathLength, int], plans: Mapping[PathLength, Plan], stages: int, *, promised: bool = True
+) -> str:
+    """What a run comes to, from the number of iterations and the plan for each length of paths, shortest first; seconds
+    if they are promised."""
+    parts = {
+        length: f"{lengths[length]:,} iterations through {path_length_text(length)} of {stages} stages"
+        for length in sorted(lengths, key=parts_of)
+    }
+    if not promised:
+        return ", ".join(parts.values())
+    each_s = {length: plan.expected.iteration_s if plan.expected else 0.0 for length, plan in plans.items()}
+    timed = [f"{text} at {each_s[length]:.2f} s" for length, text in parts.items()]
+    whole_s = sum(count * each_s[length] for length, count in lengths.items())
+    return f"{', '.join(timed)}: {whole_s:,.1f} s promised in all"
 
 
 class IterationMetrics:

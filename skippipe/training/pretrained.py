@@ -28,6 +28,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import initial
 from skippipe.model.model_files import CONFIG, TOKENIZER
 from skippipe.model.model_spec import ModelSpec, config_named
+from skippipe.model.stage import trained_bridges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot
 from skippipe.training.depth_growth import differences, donor_layers, donor_name
@@ -104,7 +105,7 @@ def check_vocabulary(job: JobConfig, model_tokens: int, tokenizer_tokens: int) -
 
 def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
     """Write the weights of a folder as the checkpoint of no iterations, from which the run goes on. If adapters are
-    trained, new ones or those of the folder `adapter` make up the checkpoint."""
+    trained, new ones or those of the folder `adapter` make up the checkpoint. Bridges are new."""
     node_config, layers = run.node_config, run.node_config.plan.layers
     optimizer = OPTIMIZERS[node_config.learning.optimizer]
     stages: Iterator[dict[str, Tensor]] = _stages_in(folder, run.spec.without_adapters(), layers)
@@ -116,6 +117,8 @@ def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
     files: list[StoredFile] = []
     for stage, found in enumerate(stages):
         slots = layout_of_stage(run.spec, layers, stage)
+        if bridges := trained_bridges(run.spec, stage, len(layers)):
+            found |= dict(bridges.named_weights())
         writer = StageWriter(unfinished, stage, slots, optimizer, run.run_id)
         for slot in slots:
             writer.write(encode(found[slot.name].detach().float().flatten(), "fp32").data)

@@ -17,11 +17,11 @@ from torch import Tensor
 from skippipe.codecs import CODECS
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import layer_ranges
+from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule
 
 
 class ReferenceState(NamedTuple):
@@ -43,7 +43,7 @@ class ReferenceTrainer:
     sampler: BatchSampler
     _: KW_ONLY
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
-    plans: Mapping[int, Plan] = field(default_factory=dict)
+    plans: Mapping[PathLength, Plan] = field(default_factory=dict)
     """Length of paths → the plan for it, on the same stages; for a recipe whose paths change their length."""
     iterations: int = 0
     """The length of the whole run; for such a recipe, too."""
@@ -62,6 +62,7 @@ class ReferenceTrainer:
                 compute_dtype=work.compute_dtype,
                 recompute=work.activation_checkpointing,
                 compiled=self.compiled,
+                bridges=trained_bridges(self.spec, index, len(self.plan.layers)),
             )
             for index, layers in enumerate(layer_ranges(self.plan.layers))
         ]
@@ -108,11 +109,12 @@ class ReferenceTrainer:
         data = plan.microbatch(lane, microbatch)
         packed, share = self.sampler.starts(iteration, data), self.sampler.share(iteration, data)
         starts = None if packed is None else torch.from_numpy(packed).to(self.device)
-        hidden = data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts)
-        for node, after, stage in zip(nodes, following, (*path[1:], None), strict=True):
+        on = (*path[1:], len(self.stages))  # where the path goes on after each of its stages
+        hidden = data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts, on[0])
+        for node, after, stage, target in zip(nodes, following, (*path[1:], None), (*on[1:], None), strict=True):
             hidden = rounded(hidden, plan.hop_dtype(node, after, backward=False))
             if stage is not None:
-                hidden = self.stages[stage].forward(key, hidden, residual_scale, starts)
+                hidden = self.stages[stage].forward(key, hidden, residual_scale, starts, target)
         targets = torch.from_numpy(labels).to(self.device)
         loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)
         for node, before, stage in reversed(list(zip(nodes, following, path, strict=True))):

@@ -129,7 +129,7 @@ def build_setup(
 
 
 def _announce(run_setup: RunSetup, promised: bool) -> None:
-    from skippipe.training.build_run import timetable_text
+    from skippipe.training.metrics import timetable_text
 
     plan, expected = run_setup.plan, run_setup.plan.expected
     parameters = plan.workload.model.parameters
@@ -148,7 +148,7 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
             f"trains adapters of rank {lora} ({', '.join(run_setup.spec.lora.targets)}): {trained / 1e6:.2f}M weights, "
             f"{trained / parameters:.2%} of the model's, which stay as they are"
         )
-    if len(run_setup.lengths) > 1:
+    if run_setup.lengths.keys() != {plan.visited}:
         print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages), promised=promised))
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from skippipe.errors import UserError
 from skippipe.simulator import simulate
-from skippipe.skip_schedule import Phase, SkipSchedule, deal_lengths, visited_of
+from skippipe.skip_schedule import Phase, SkipSchedule, deal_lengths, path_length_text, visited_of
 from skippipe.timeline import Timing
-from skippipe.training.build_run import timetable_text
 from skippipe.training.job_config import JobConfig, PipelineConfig
+from skippipe.training.metrics import timetable_text
 from tests.helpers.single_node import long_plan
 
 THIRD, HALF, WHOLE = Fraction(1, 3), Fraction(1, 2), Fraction(0)
@@ -111,11 +111,13 @@ def test_nothing_said_is_the_usual_all_along(iterations: int, stages: int, usual
 
 def test_a_sandwich_has_the_same_lengths_in_every_iteration() -> None:
     recipe = SkipSchedule("1/3 until 50%, 0 & 2 x 1/2")
-    assert recipe.is_mixed
-    assert not SkipSchedule("1/2 & 50%").is_mixed
     assert recipe.mix(2, 6, 6, 0) == (4,)
     assert recipe.mix(3, 6, 6, 0) == recipe.mix(5, 6, 6, 0) == (6, 3, 3)
+    assert [recipe.visited(number, 6, 6, 0) for number in (2, 3)] == [4, (6, 3, 3)]
+    assert SkipSchedule("1/2 & 50%").visited(0, 6, 6, 0) == 3
     assert recipe.lengths(6, 6, 0) == {4: 3, 6: 1, 3: 2}
+    assert recipe.path_lengths(6, 6, 0) == {4: 3, (6, 3, 3): 3}
+    assert [path_length_text(each) for each in (4, (6, 3, 3), (6, 6, 3))] == ["4", "6 & 2 x 3", "2 x 6 & 3"]
     assert deal_lengths((6, 3, 3), 30) == [6] * 10 + [3] * 20
     assert deal_lengths((6, 3, 3), 31) == [6] * 11 + [3] * 20
 
@@ -152,8 +154,7 @@ def test_what_makes_up_for_skipping() -> None:
             "",
             "recipe.swaps: only studies draw paths by it; in training the plan decides",
         ),
-        (SkipSchedule("0 & 1/2"), "skippipe", "", "recipe.skip: '&': only studies have it yet"),
-        (SkipSchedule("1/2", bridges=8), "skippipe", "", "recipe.bridges: only studies have it yet"),
+        (SkipSchedule("1/2", adapters=8), "skippipe", "", "recipe.adapters: only studies have it yet"),
         (SkipSchedule("1/3"), "skippipe", "1/3", "pipeline.skip and recipe.skip say the same thing"),
         (SkipSchedule("0"), "dtfm", "", "pipeline.strategy: 'dtfm' skips nothing"),
     ],
@@ -169,7 +170,7 @@ def test_what_a_run_comes_to() -> None:
     plan = plan.promising(simulate(plan, Timing.FULL))
     assert plan.expected is not None
     each_s = plan.expected.iteration_s
-    lengths = SkipSchedule("9 x 1/4 + 0").lengths(1005, 4, 4)
+    lengths = SkipSchedule("9 x 1/4 + 0").path_lengths(1005, 4, 4)
     assert timetable_text(lengths, {3: plan, 4: plan}, 4) == (
         f"905 iterations through 3 of 4 stages at {each_s:.2f} s, "
         f"100 iterations through 4 of 4 stages at {each_s:.2f} s: {1005 * each_s:,.1f} s promised in all"

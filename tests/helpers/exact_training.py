@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import layer_ranges
+from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
@@ -23,7 +23,7 @@ from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
@@ -50,11 +50,13 @@ def plan_of(
     stages: Sequence[tuple[int, ...]] = STAGES,
     config: dict[str, Any] | None = None,
     pieces: tuple[Piece, ...] = (),
+    bridges: int = 0,
     **workload: Any,
 ) -> tuple[Plan, ModelSpec]:
     """`pieces` are those of stage 1; the other stages average round rings."""
-    spec = ModelSpec(tiny(family, **(config or {})), seed=11)
-    said = {"wire_dtype": "fp32", "compute_dtype": "fp32", **workload}
+    spec = ModelSpec(tiny(family, **(config or {})), seed=11, bridges=bridges)
+    bridge_parameters = spec.shape.bridge_parameters(bridges, len(stages))
+    said = {"wire_dtype": "fp32", "compute_dtype": "fp32", "bridge_parameters": bridge_parameters, **workload}
     work = Workload(spec.shape, SEQUENCE, SAMPLES, sum(lane.microbatches for lane in lanes), **said)
     cluster = uniform_cluster(max(max(nodes) for nodes in stages) + 1)
     made = tuple(
@@ -91,6 +93,7 @@ def tensors_of(
                 compute_dtype=work.compute_dtype,
                 recompute=work.activation_checkpointing,
                 split_backward=plan.split_backward,
+                bridges=trained_bridges(spec, stage, len(ranges)),
             ),
             sampler_of(plan) if stage == 0 else None,
             recipe=recipe,
@@ -106,10 +109,11 @@ def trained(
     learning: OptimConfig = LEARNING,
     recipe: SkipSchedule | None = None,
     *others: Plan,
+    plans: Mapping[PathLength, Plan] | None = None,
 ) -> tuple[VirtualCluster, dict[int, StageExecutor], ReferenceTrainer, list[float]]:
     """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
     random = np.random.default_rng(1)
-    recipe, plans = recipe or SkipSchedule(), {other.visited: other for other in others}
+    recipe, plans = recipe or SkipSchedule(), plans or {other.visited: other for other in others}
     computers = tensors_of(plan, spec, learning, recipe)
     before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
     cluster = VirtualCluster(
@@ -144,8 +148,9 @@ def assert_exact(
     learning: OptimConfig = LEARNING,
     recipe: SkipSchedule | None = None,
     *others: Plan,
+    plans: Mapping[PathLength, Plan] | None = None,
 ) -> VirtualCluster:
-    cluster, computers, oracle, losses = trained(plan, spec, learning, recipe, *others)
+    cluster, computers, oracle, losses = trained(plan, spec, learning, recipe, *others, plans=plans)
     assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
     assert_replicas_alike(plan, computers)
     expected = oracle.weights()

@@ -77,7 +77,8 @@ def costs(plan: Json) -> Costs:
     parameters = [stage["layers"] * layer_parameters for stage in stages]
     parameters[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
     adapters, share = work.get("adapter_parameters", 0), work.get("weight_share", 0.5)
-    trained = [stage["layers"] * adapters for stage in stages] if adapters else parameters
+    bridges = work.get("bridge_parameters", 0)
+    trained = [stage["layers"] * adapters for stage in stages] if adapters else [each + bridges for each in parameters]
     gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
     kept = [20 if dtype == "fp32" else 24 for dtype in gradient_dtypes]
     fixed_bytes = [each * count + checkpointing * layer_bytes for each, count in zip(kept, trained, strict=True)]
@@ -451,6 +452,7 @@ def violations(plan: Json) -> set[str]:
     paths = [lane["path"] for lane in lanes]
     visits = [[cost.nodes[name].stage for name in path] for path in paths]
     drops = [[a - b for a, b in combinations(visited, 2) if a > b] for visited in visits]
+    swaps: list[list[int]] = [[]] if plan["workload"].get("bridge_parameters") else [[], [1], [1, 1]]
     sizes = [lane["microbatches"] for lane in lanes]
     visitors = [sum(size for size, seen in zip(sizes, visits, strict=True) if s in seen) for s in stages]
     lanes_on = Counter(name for path in paths for name in set(path))
@@ -462,7 +464,7 @@ def violations(plan: Json) -> set[str]:
     holds = {
         "stages": all(stage["nodes"] for stage in plan["stages"]),
         "CC1": all(visited[0] == 0 and 0 not in visited[1:] for visited in visits),
-        "CC2": all(drop in ([], [1], [1, 1]) for drop in drops) and all(len(set(seen)) == len(seen) for seen in visits),
+        "CC2": all(drop in swaps for drop in drops) and all(len(set(seen)) == len(seen) for seen in visits),
         "CC3": len(set(visitors[1:])) == 1,
         "TC1": not overfull,
         "deadlock": not has_circle(arrows) and all(cost.nodes[name].slots for name in overfull),

@@ -25,7 +25,7 @@ TOKENS = torch.arange(40).reshape(2, 20) * 7 % 97
 LABELS = TOKENS.roll(-1, 1)
 
 
-def stages_of(spec: ModelSpec, counts: tuple[int, ...] = LAYERS, **options: bool) -> list[StageModel]:
+def stages_of(spec: ModelSpec, counts: tuple[int, ...] = LAYERS, **options: Any) -> list[StageModel]:
     return [StageModel(spec, layers, ends=index == 0, **options) for index, layers in enumerate(layer_ranges(counts))]
 
 

@@ -20,7 +20,7 @@ from skippipe.planner.problem import Problem, lane_unit
 from skippipe.planner.published import published20, published_plan
 from skippipe.planner.repair.exposure_milp import even_exposure, visit_sets
 from skippipe.planner.repair.repair import compile_repair, repaired
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.strategies import PlanRequest, Strategy, has_lengths, make_plan
 from skippipe.presets import five_sites
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
@@ -164,6 +164,20 @@ def test_untouched_lanes_are_where_it_begins(published: Plan) -> None:
     members, able = without(published, 8)
     kept = {lane.path for lane in published.lanes if 8 not in lane.path}
     assert kept <= {lane.path for lane in surely(repaired(published, members, able, budget_s=0)).lanes}
+
+
+def test_paths_of_several_lengths_stay_as_many_of_each(published: Plan) -> None:
+    """A third of the microbatches visits all stages, the others half of them; also when nodes or a stage are lost."""
+    plan, mix = published, (6, 3, 3)
+    for lost in ((), (7,), (7, 0), (7, 0, *published.stages[4].nodes)):
+        members, able = without(published, *lost)
+        plan = surely(repaired(plan, members, able, visited=mix, budget_s=6, clock=ticks()))
+        assert_sound(published, plan, members, able)
+        assert has_lengths(plan, mix if all(members) else (5, 3, 3))
+        assert spread(plan, able) == 0
+        again = surely(repair(plan, members, able, looks=0))
+        assert has_lengths(again, mix if all(members) else (5, 3, 3)), "without a word, the mix stays"
+    assert [lane_unit(6, each) for each in (mix, (6, 3), 3, 6)] == [15, 10, 5, 1]
 
 
 # returns and newcomers
@@ -346,7 +360,7 @@ def test_links_that_are_not_there_are_not_used(
 def test_four_uneven_lanes_can_visit_evenly_what_three_cannot() -> None:
     stages = [1, 2, 3, 4, 5]
     for lanes, even in ((4, True), (3, False)):
-        shares = even_exposure(visit_sets(stages, 3), stages, 30, dict.fromkeys(range(6), 9) | {0: lanes}, {})
+        shares = even_exposure(visit_sets(stages, 3), stages, {3: 30}, dict.fromkeys(range(6), 9) | {0: lanes}, {})
         counts = {sum(share.microbatches for share in shares if stage in share.visits) for stage in stages}
         assert (counts == {18}) is even
         assert sum(share.microbatches for share in shares) == 30
@@ -360,7 +374,7 @@ def test_shares_are_as_even_as_can_be(held: int, microbatches: int, lanes: int, 
     length = data.draw(st.integers(1, held))
     room = {stage: data.draw(st.integers(1, 3)) for stage in stages} | {0: lanes}
     sets = visit_sets(stages, length)
-    shares = even_exposure(sets, stages, microbatches, room, {})
+    shares = even_exposure(sets, stages, {length: microbatches}, room, {})
     found = [sum(share.microbatches for share in shares if stage in share.visits) for stage in stages]
     least = microbatches + 1
     for chosen in (each for n in range(1, lanes + 1) for each in combinations_with_replacement(sets, n)):

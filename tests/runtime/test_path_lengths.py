@@ -8,23 +8,35 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from msgspec import structs
 
+from skippipe.constraints import cc3_uneven
 from skippipe.errors import Infeasible
+from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.planner.repair import repair
-from skippipe.planner.strategies import PlanRequest, Strategy, with_paths_of
+from skippipe.planner.strategies import PlanRequest, Strategy, has_lengths, with_paths_of
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.wal_records import plan_records
 from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.validate import validate
-from tests.helpers.exact_training import FULL, assert_exact, plan_of, sampler_of, tensors_of
+from tests.helpers.exact_training import (
+    FULL,
+    assert_exact,
+    assert_replicas_alike,
+    plan_of,
+    sampler_of,
+    tensors_of,
+    trained,
+    weights_of,
+)
 from tests.helpers.fault_scenarios import Scenario, scenario, wide
 from tests.helpers.single_coordinator import (
     HELLO,
@@ -38,7 +50,11 @@ from tests.helpers.single_node import AT_ONCE, LEARNING
 from tests.helpers.virtual_chaos import plans_of, play, staged
 
 SHORT = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 5, 4), 1))  # as many microbatches as FULL, a stage less
+IN_ORDER = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 4, 5), 1))
+MIX = (4, 3, 3, 3)
+MIXED = (Lane((0, 2, 5, 6), 1), Lane((1, 3, 7), 1), Lane((0, 4, 5), 1), Lane((1, 5, 6), 1))  # whole, and 3 x shorter
 BY_TURNS = SkipSchedule("1/4 + 0")
+SANDWICH = SkipSchedule("1/4 until 20%, 0 & 3 x 1/4")
 COARSE = OptimConfig(rate=3e-3, warmup=2, iterations=5, clip=1.0, epsilon=1e-3)
 """With a smaller epsilon Adam would not see what gradients are divided by."""
 
@@ -80,15 +96,55 @@ def test_many_nodes_are_one_process_whatever_the_recipe(recipe: SkipSchedule, op
     short, spec = plan_of(SHORT, **options)
     whole, _ = plan_of(FULL, **options)
     cluster = assert_exact(short, spec, COARSE, recipe, whole)
-    planned = {3: tuple(short.exposure), 4: tuple(whole.exposure)}
+    planned: dict[PathLength, Any] = {3: tuple(short.exposure), 4: tuple(whole.exposure)}
     lengths = [recipe.visited(number, 5, 4, 0) for number in range(5)]
     assert [report.visits for report in cluster.reports] == [planned[length] for length in lengths]
-    plans = {4: whole}
     plain = ReferenceTrainer(
-        short, spec, COARSE, sampler_of(short), recipe=SkipSchedule(recipe.skip), plans=plans, iterations=5
+        short, spec, COARSE, sampler_of(short), recipe=SkipSchedule(recipe.skip), plans={4: whole}, iterations=5
     )
     *_, last = (plain.iteration(number).loss for number in range(5))
     assert last != pytest.approx(cluster.reports[-1].loss, rel=1e-5), "it makes a difference"
+
+
+@pytest.mark.usefixtures("no_planning")
+def test_many_nodes_are_one_process_with_paths_of_several_lengths_in_an_iteration() -> None:
+    recipe = replace(SANDWICH, residual="scaled", early_exit=0.3)
+    short, spec = plan_of(SHORT)
+    mixed = replace(short, lanes=MIXED)
+    cluster = assert_exact(short, spec, COARSE, recipe, plans={(4, 3, 3, 3): mixed})
+    assert [report.visits for report in cluster.reports] == [tuple(short.exposure)] + 4 * [tuple(mixed.exposure)]
+    cluster = assert_exact(mixed, spec, COARSE, SkipSchedule("0 & 3 x 1/4"), plans={(4, 3, 3, 3): mixed})
+    assert [record["visited"] for record in plan_records(cluster.wal)] == [(4, 3, 3, 3)]
+
+
+@pytest.mark.usefixtures("no_planning")
+@pytest.mark.parametrize("options", [{}, {"family": "llama-tied", "split": True, "activation_checkpointing": True}])
+def test_many_nodes_are_one_process_with_bridges(options: dict[str, Any]) -> None:
+    """Stage 2 of four is skipped by one lane, stage 1 by another, and one goes from stage 2 to the head."""
+    recipe = replace(SANDWICH, bridges=3, early_exit=0.3)
+    short, spec = plan_of(IN_ORDER, bridges=3, **options)
+    cluster, computers, oracle, losses = trained(short, spec, COARSE, recipe, plans={MIX: replace(short, lanes=MIXED)})
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
+    assert_replicas_alike(short, computers)
+    found, expected = weights_of(short, computers), oracle.weights()
+    names = {name for name in expected if is_bridge(name)}
+    assert names == {f"bridges.{stage}.{part}" for stage in range(3) for part in ("down", "up", "gain")} <= found.keys()
+    for name, each in expected.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-4, atol=1e-6, msg=name)
+    learned = {int(name.split(".")[1]): expected[name].view(-1, 32) for name in names if name.endswith("gain")}
+    used = {stage: [bool(row.abs().max() > 0) for row in gains] for stage, gains in learned.items()}
+    assert used == {0: [True, False, False], 1: [True, False], 2: [True]}, "to the stages after next, then the head"
+    without = ReferenceTrainer(
+        short,
+        plan_of(IN_ORDER, **options)[1],
+        COARSE,
+        sampler_of(short),
+        recipe=recipe,
+        plans={MIX: replace(short, lanes=MIXED)},
+        iterations=5,
+    )
+    *_, last = (without.iteration(number).loss for number in range(5))
+    assert last != pytest.approx(losses[-1], rel=1e-5), "they make a difference"
 
 
 def test_a_recipe_that_says_what_is_usual_changes_nothing() -> None:
@@ -193,10 +249,15 @@ def test_when_a_node_is_lost_all_plans_are_made_anew_once() -> None:
 # Faults
 
 
-def played(recipe: SkipSchedule, *faults: Fault, iterations: int = 6) -> list[int]:
-    """Lengths of the paths, iteration by iteration; `play` looks into every sum of gradients."""
-    what = Scenario(0, wide(split=False), iterations, faults, "checkpoint", 2, uneven=False, drift=0.0, recipe=recipe)
-    return [plan.visited for plan in plans_of(play(staged(what)).cluster.wal)]
+def plans_played(recipe: SkipSchedule, *faults: Fault) -> list[Plan]:
+    """The plans, iteration by iteration; `play` looks into every sum of gradients."""
+    what = Scenario(0, wide(split=False), 6, faults, "checkpoint", 2, uneven=False, drift=0.0, recipe=recipe)
+    return plans_of(play(staged(what)).cluster.wal)
+
+
+def played(recipe: SkipSchedule, *faults: Fault) -> list[int]:
+    """Lengths of the paths, iteration by iteration."""
+    return [plan.visited for plan in plans_played(recipe, *faults)]
 
 
 @pytest.mark.parametrize("during", ["forward", "backward", "averaging", "step"])
@@ -204,6 +265,26 @@ def test_a_node_that_is_lost_where_the_length_changes(during: Any) -> None:
     fault = kill(node=5).at(iteration=2, during=during)
     assert played(BY_TURNS, fault) == [3, 4, 3, 4, 3, 4]
     assert played(SkipSchedule("1/4 until 50%, 0"), fault.back_after(0.5)) == [3, 3, 3, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [kill(node=5).at(iteration=2, during="backward"), kill_coordinator().at(iteration=4, during="averaging")],
+        [kill(node=5).at(iteration=1, during="forward").back_after(0.5), kill(node=0).at(iteration=3, during="head")],
+        [kill(node=node).at(iteration=1, during="step").back_after(0.1) for node in (7, 8)],
+    ],
+    ids=["a node and the coordinator", "a data node", "a whole stage"],
+)
+def test_a_mix_of_lengths_is_kept_whoever_is_lost(faults: list[Fault]) -> None:
+    plans = plans_played(SANDWICH, *faults)
+    assert has_lengths(plans[0], 3)
+    for plan in plans[2:]:
+        missing = 0 in plan.exposure
+        assert has_lengths(plan, 3 if missing else (4, 3, 3, 3))
+        assert missing or not cc3_uneven(plan.exposure)
+    assert not missing
+    assert len({plan.lanes for plan in plans}) > 2, "it was renewed on the way"
 
 
 @pytest.mark.parametrize("during", ["head", "averaging", "step"])
@@ -238,14 +319,21 @@ def test_an_heir_that_runs_the_head_before_its_own_forward_pass(monkeypatch: pyt
 
 @pytest.mark.slow
 def test_any_few_faults_are_survived_by_turns() -> None:
-    recipes = ("1/4 + 0", "1/4 until 50%, 0", "1/3 until 30%, 1/4 + 0", "0 + 1/3")
+    recipes = (
+        "1/4 + 0",
+        "1/4 until 50%, 0",
+        "1/3 until 30%, 1/4 + 0",
+        "0 + 1/3",
+        "0 & 2 x 1/3",
+        "1/3 until 30%, 2 x 0 & 1/3",
+    )
     for seed in range(1000, 1030):
         what = replace(scenario(seed), recipe=SkipSchedule(recipes[seed % len(recipes)]))
         found = play(staged(what))
         for number, plan in enumerate(plans_of(found.cluster.wal)):
             wanted = what.recipe.visited(number, what.iterations, len(plan.stages), 0)
-            assert plan.visited <= wanted, found.tale()
-            assert plan.visited == wanted or found.cluster.events, "shorter only while a stage is missing"
+            assert plan.visited <= max(parts_of(wanted)), found.tale()
+            assert has_lengths(plan, wanted) or found.cluster.events, "shorter only while a stage is missing"
 
 
 # Plans for other lengths
@@ -254,13 +342,16 @@ def test_any_few_faults_are_survived_by_turns() -> None:
 def test_paths_of_another_length_on_the_same_stages() -> None:
     plan = wide(split=False)
     plan = replace(plan, workload=replace(plan.workload, activation_checkpointing=True), expected=None)
-    for length in (2, 4):
+    lengths: list[PathLength] = [2, 4, (4, 2)]
+    for length in lengths:
         found = with_paths_of(plan, length, Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))
         assert found.stages == plan.stages
         assert found.microbatches == plan.microbatches
-        assert {len(lane.path) for lane in found.lanes} == {length}
+        assert has_lengths(found, length)
         assert found.expected is not None
         assert validate(found) == []
     uneven = replace(plan, workload=replace(plan.workload, microbatches=11))
     with pytest.raises(Infeasible, match="11 microbatches over 1 of 3 stages"):
         with_paths_of(uneven, 2, Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))
+    with pytest.raises(Infeasible, match="multiple of 6 microbatches"):
+        with_paths_of(uneven, (4, 2), Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))

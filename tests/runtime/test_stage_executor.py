@@ -27,7 +27,7 @@ class Walk:
 
     def step(self, step: int, given: torch.Tensor | None = None, *, counts: bool = True) -> OpResult:
         packed = None if given is None else encode(given, "fp32")
-        task = StageTask(0, 0, self.microbatch, step, PATH, self.microbatch, packed, counts)
+        task = StageTask(0, 0, self.microbatch, step, PATH, self.microbatch, packed, counts=counts)
         outcome = self.executor.run(task)
         assert isinstance(outcome, OpResult)
         return outcome

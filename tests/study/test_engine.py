@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from tests.helpers.exact_training import FULL, SKIPPED, SWAPPED, plan_of, sample
 COARSE = OptimConfig(
     rate=3e-3, warmup=2, iterations=5, clip=1.0, epsilon=1e-3
 )  # so that Adam sees how large gradients are
+SANDWICH = (Lane((0, 2, 5, 6), 2), Lane((1, 3, 7), 1), Lane((0, 5, 7), 1), Lane((1, 4, 5), 2))
 
 
 @pytest.mark.parametrize(
@@ -31,11 +32,12 @@ COARSE = OptimConfig(
         (SKIPPED, "llama", SkipSchedule("1/4", residual="scaled", early_exit=0.4)),
         (SKIPPED, "llama-tied", SkipSchedule("1/4", gradients="all")),
         (SWAPPED, "mistral", SkipSchedule("0")),
+        (SANDWICH, "llama", SkipSchedule("0 & 1/4", bridges=3, early_exit=0.4)),
     ],
-    ids=["full", "scaled with an early exit", "gradients over all", "swapped"],
+    ids=["full", "scaled with an early exit", "gradients over all", "swapped", "a sandwich with bridges"],
 )
 def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe: SkipSchedule) -> None:
-    plan, spec = plan_of(lanes, family=family)
+    plan, spec = plan_of(lanes, family=family, bridges=recipe.bridges)
     sampler = sampler_of(plan)
     visits = [plan.visits(lane) for lane in plan.lanes for _ in range(lane.microbatches)]
     alone = ReferenceTrainer(
@@ -52,9 +54,10 @@ def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe:
         loss = engine.iteration(number, inputs, labels, visits)
         assert float(loss) == pytest.approx(alone.iteration(number).loss, rel=1e-5)
     expected = alone.weights()
-    for stage in engine.stages:
-        for name, each in stage.named_weights():
-            torch.testing.assert_close(each.detach(), expected[name], rtol=1e-4, atol=1e-5)
+    weights = [stage.named_weights() for stage in engine.stages] + [each.named_weights() for each in engine.bridges]
+    for name, each in chain(*weights):
+        torch.testing.assert_close(each.detach(), expected.pop(name), rtol=1e-4, atol=1e-5)
+    assert not expected
 
 
 class Slow:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 
 from skippipe.codecs import CODECS
-from skippipe.errors import UserError
+from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import json_text
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.strategies import PlanRequest
+from skippipe.planner.problem import lane_unit
+from skippipe.planner.strategies import PlanRequest, has_lengths
 from skippipe.presets import preset
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.node_config import NodeConfig
@@ -361,6 +362,26 @@ def test_a_recipe_becomes_plans_on_the_same_stages(folder: Path) -> None:
     assert read == {2: made.plan, 3: other}, "a resumed run keeps what it had"
     replace(other, workload=replace(other.workload, max_slots=1)).save(Path(made.job.output) / "plan-3.json")
     assert plans_by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)[3].workload == made.plan.workload
+
+
+def test_a_sandwich_becomes_a_plan_with_paths_of_both_lengths(folder: Path) -> None:
+    made = assembled(folder, BY_TURNS.replace("2 x 1/3 + 0", "1/3 until 40%, 2 x 0 & 1/3") + "[checkpoint]\nevery = 0")
+    mix = (3, 3, 2)
+    assert made.lengths == {2: 2, mix: 3}
+    assert made.plan is made.plans[mix]
+    assert made.plan.microbatches % lane_unit(3, mix) == 0
+    assert has_lengths(made.plan, mix)
+    assert validate(made.plan) == []
+    made.save_plans()
+    assert Plan.load(Path(made.job.output) / "plan.json") == made.plan
+    assert plans_by_length(made.job, made.plan, made.lengths, QUICK, resumed=True) == made.plans
+    nodes, oracle = Losses(), Losses()
+    virtual(made, nodes, lambda: False)
+    one_process(made, oracle, lambda: False)
+    assert [loss for loss, _ in nodes.found] == pytest.approx([loss for loss, _ in oracle.found], rel=1e-4)
+    assert [visits for _, visits in nodes.found] == [tuple(made.plans[each].exposure) for each in (2, 2, mix, mix, mix)]
+    with pytest.raises(Infeasible, match=r"2 x 3 & 2 of 3 stages: 9 microbatches cannot visit .* multiple of 6"):
+        assembled(folder, "[recipe]\nskip = '2 x 0 & 1/3'\n[batch]\nmicrobatches = 9")
 
 
 def test_microbatches_suit_every_length(folder: Path) -> None:

@@ -98,7 +98,7 @@ FIELDS: dict[str, Any] = {
     "recipe.swaps": Refused(0.5),
     "recipe.gradients": Change("all"),
     "recipe.early_exit": Change(0.5),
-    "recipe.bridges": Refused(8),
+    "recipe.bridges": Change(8),
     "recipe.adapters": Refused(8),
     "recipe.adapters_by_hop": Refused(True),
     "recipe.distill": Refused(0.5),

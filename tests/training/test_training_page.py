@@ -288,7 +288,6 @@ def test_fields_and_their_defaults() -> None:
         "grow",
         "exposure",
         "swaps",
-        "bridges",
         "adapters",
         "adapters_by_hop",
         "distill",

@@ -53,7 +53,7 @@ def _windows(stages: Sequence[int], length: int) -> list[StageSet]:
 def even_exposure(
     sets: Sequence[StageSet],
     stages: Sequence[int],
-    microbatches: int,
+    microbatches: Mapping[int, int],
     capacity: Mapping[int, int],
     existing: Mapping[StageSet, int],
     only_existing: bool = False,
@@ -62,16 +62,17 @@ def even_exposure(
     """The groups of lanes with the most even exposure; then with short lanes, with many, and with existing ones. Empty:
     infeasible.
 
-    `capacity` is how many lanes a stage can take, stage 0 included; `existing` how many lanes of a set exist, and
-    `only_existing` says that there can be no others. Without `allow_uneven`, exposures differ by 1 at most.
+    `microbatches` has how many visit sets of which size, mostly all of one; `capacity` is how many lanes a stage can
+    take, stage 0 included; `existing` how many lanes of a set exist, and `only_existing` says that there can be no
+    others. Without `allow_uneven`, exposures differ by 1 at most.
     """
-    most = min(capacity[0], microbatches)  # more slots than that are as good as these
+    most = min(capacity[0], sum(microbatches.values()))  # more slots than that are as good as these
     slots = tuple((stage, min(capacity[stage], most)) for stage in (0, *stages))
     return list(
         _even_exposure(
             tuple(sets),
             tuple(stages),
-            microbatches,
+            tuple(microbatches.items()),
             slots,
             tuple(sorted(existing.items())),
             only_existing,
@@ -84,23 +85,22 @@ def even_exposure(
 def _even_exposure(
     sets: tuple[StageSet, ...],
     stages: tuple[int, ...],
-    microbatches: int,
+    by_size: tuple[tuple[int, int], ...],
     slots: tuple[tuple[int, int], ...],
     lanes: tuple[tuple[StageSet, int], ...],
     only_existing: bool,
     allow_uneven: bool,
 ) -> list[LaneGroup]:
     """Assignments that are compared with each other mostly leave stages with the same slots."""
-    capacity, existing = dict(slots), dict(lanes)
-    length = max(map(len, sets))
-    whole = _Milp(sets, stages, microbatches, capacity, existing, only_existing)
+    capacity, existing, wanted = dict(slots), dict(lanes), dict(by_size)
+    whole = _Milp(sets, stages, wanted, capacity, existing, only_existing)
     candidates = [whole]
     if len(sets) > FEW_SETS:  # a smaller one is solved sooner
-        window_sets = {*_windows(stages, length), *existing}
+        window_sets = {*existing, *(each for size in wanted for each in _windows(stages, size))}
         narrow = [each for each in sets if each in window_sets]
-        candidates.insert(0, _Milp(narrow, stages, microbatches, capacity, existing, only_existing))
-    visits = microbatches * length
-    fewest = -(-microbatches // max(1, min(capacity[0], sum(capacity[s] for s in stages) // length)))
+        candidates.insert(0, _Milp(narrow, stages, wanted, capacity, existing, only_existing))
+    microbatches, visits = sum(wanted.values()), sum(size * count for size, count in by_size)
+    fewest = -(-microbatches // max(1, min(capacity[0], sum(capacity[s] for s in stages) // min(wanted))))
     even = _shortest(candidates, microbatches, fewest, visits // len(stages), -(-visits // len(stages)))
     if even or not allow_uneven:
         return even
@@ -134,13 +134,14 @@ class _Milp:
         self,
         sets: Sequence[StageSet],
         stages: Sequence[int],
-        microbatches: int,
+        wanted: Mapping[int, int],
         capacity: Mapping[int, int],
         existing: Mapping[StageSet, int],
         only_existing: bool,
     ) -> None:
         self.sets = list(sets)
-        self.microbatches = microbatches
+        self.wanted = wanted
+        self.microbatches = microbatches = sum(wanted.values())
         n = len(self.sets)
         self.visiting = np.array([[stage in each for each in self.sets] for stage in stages], dtype=np.float64)
         self.capacity = np.array([capacity[stage] for stage in stages], dtype=np.float64)
@@ -194,8 +195,10 @@ class _Milp:
         n, stages = len(self.sets), len(self.capacity)
         one, none = np.eye(n), np.zeros((n, n))
         empty = np.zeros((stages, n))
+        of_size = np.array([[len(each) == size for each in self.sets] for size in self.wanted], dtype=np.float64)
+        totals = [float(count) for count in self.wanted.values()]
         blocks = [
-            (np.hstack([np.ones(n), np.zeros(2 * n)])[None], [self.microbatches], [self.microbatches]),
+            (np.hstack([of_size, np.zeros((len(totals), 2 * n))]), totals, totals),
             (np.hstack([np.zeros(n), np.ones(n), np.zeros(n)])[None], [1], [self.lanes]),
             (np.hstack([empty, self.visiting, empty]), np.zeros(stages), self.capacity),
             (np.hstack([self.visiting, empty, empty]), np.full(stages, lowest), np.full(stages, highest)),

@@ -40,6 +40,7 @@ from skippipe.planner.search.moves import PLACEMENT_MOVES, Move, cumulative_move
 from skippipe.planner.search.state import Tables, costs_by_layers, lanes_of, state_of, tables_of
 from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, simulate
+from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
 from skippipe.workload import MODELS, Workload
 
@@ -66,7 +67,7 @@ def repaired(
     cluster: Cluster | None = None,
     budget_s: float = 0.5,
     changes: int = CHANGES,
-    visited: int | None = None,
+    visited: PathLength | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Plan | None:
     """The plan for these nodes; None if no lane is possible.
@@ -86,9 +87,11 @@ def repaired(
     if not usable[0]:
         return None
     placement_costs = PlacementCosts.of(costs, averagings, plan.dispatch, Timing.FULL, plan.split_backward)
-    longest = min(visited or _prevailing_length(plan), 1 + sum(map(bool, usable[1:])))
-    for length in range(longest, 1, -1):
-        problem = _lane_problem(plan, placement_costs, costs, usable, length)
+    as_planned = tuple(len(lane.path) for lane in plan.lanes for _ in range(lane.microbatches))
+    dealt = deal_lengths(parts_of(visited or as_planned), plan.workload.microbatches)
+    for longest in range(min(max(dealt), 1 + sum(map(bool, usable[1:]))), 1, -1):
+        lengths = Counter(max(2, min(length, longest)) for length in dealt)
+        problem = _lane_problem(plan, placement_costs, costs, usable, lengths)
         starts = [
             lanes for nodes in _node_choices(costs, usable) for lanes in _Construction(plan, problem, nodes).starts()
         ]
@@ -136,14 +139,6 @@ def task_ns(costs: CostModel, stage: int, node: int) -> int:
     return int(costs.forward_ns[stage, node] + costs.backward_ns[stage, node]) + head_ns
 
 
-def _prevailing_length(plan: Plan) -> int:
-    """Stages that most microbatches visit."""
-    lengths: Counter[int] = Counter()
-    for lane in plan.lanes:
-        lengths[len(lane.path)] += lane.microbatches
-    return max(lengths, key=lambda length: (lengths[length], length))
-
-
 @dataclass(frozen=True)
 class LaneProblem:
     """The nodes that lanes may use, and what their paths must obey."""
@@ -157,8 +152,8 @@ class LaneProblem:
     """[node, node]: messages get through both ways."""
     swaps: int
     """Swaps of neighbouring stages that a path may have (CC2)."""
-    length: int
-    """Stages on every path."""
+    lengths: Mapping[int, int]
+    """Stages on a path → how many microbatches visit so many."""
 
     def spread(self, lanes: Iterable[Lane]) -> int:
         """The largest difference between the exposures of two stages that lanes can visit."""
@@ -169,7 +164,11 @@ class LaneProblem:
 
 
 def _lane_problem(
-    plan: Plan, placement_costs: PlacementCosts, costs: CostModel, usable: Sequence[Sequence[int]], length: int
+    plan: Plan,
+    placement_costs: PlacementCosts,
+    costs: CostModel,
+    usable: Sequence[Sequence[int]],
+    lengths: Mapping[int, int],
 ) -> LaneProblem:
     stage_of = np.full(costs.nodes, -1, np.int64)
     for stage, nodes in enumerate(usable):
@@ -182,8 +181,8 @@ def _lane_problem(
         stage_of=stage_of,
         visitable=np.array([bool(nodes) for nodes in usable]),
         linked=np.maximum(costs.transmit_ns[0], costs.transmit_ns[0].T) < NEVER_NS,
-        swaps=0 if full else constraints.MAX_SWAPS,
-        length=length,
+        swaps=0 if full or plan.workload.bridge_parameters else constraints.MAX_SWAPS,
+        lengths=lengths,
     )
 
 
@@ -211,7 +210,8 @@ class _Construction:
     def __init__(self, plan: Plan, problem: LaneProblem, usable: Sequence[Sequence[int]]) -> None:
         self.problem = problem
         self.costs = problem.placement_costs
-        self.microbatches = plan.workload.microbatches
+        self.microbatches = {length - 1: count for length, count in problem.lengths.items()}
+        """Stages that a microbatch visits beside stage 0 → number of these microbatches."""
         self.old = plan.lanes
         self.old_stage = plan.stage_of
         self.usable = usable
@@ -235,12 +235,15 @@ class _Construction:
     @cached_property
     def sets(self) -> list[StageSet]:
         """Sets of stages that a path can visit."""
-        sets = visit_sets(self.stages, self.problem.length - 1)
+        return [visits for length in self.problem.lengths for visits in self._sets_of(length)]
+
+    def _sets_of(self, length: int) -> list[StageSet]:
+        sets = visit_sets(self.stages, length - 1)
         nodes = list(chain(*self.usable))
         if self.problem.linked[np.ix_(nodes, nodes)].all():
             return sets
-        linked = [visits for visits in sets if self._cheapest_path(visits, {})]
-        path = None if linked else self._cheapest_path((), {})
+        linked = [visits for visits in sets if self._cheapest_path(length, visits, {})]
+        path = None if linked else self._cheapest_path(length, (), {})
         return [self._visits(path)] if path else linked
 
     def _visits(self, path: NodePath) -> StageSet:
@@ -259,7 +262,7 @@ class _Construction:
         return kept
 
     def _is_valid(self, path: NodePath) -> bool:
-        if len(path) != self.problem.length or any(node not in self.slots for node in path):
+        if len(path) not in self.problem.lengths or any(node not in self.slots for node in path):
             return False
         visits = [int(self.problem.stage_of[node]) for node in path]
         if constraints.cc1_broken_at(visits) is not None or constraints.cc2_broken_at(visits) is not None:
@@ -278,11 +281,12 @@ class _Construction:
                 continue
             stages = {self.old_stage[node] for node in lane.path}
             visits = tuple(stage for stage in self.stages if stage in stages)
-            if len(visits) + 1 != self.problem.length:
+            length = len(visits) + 1
+            if length not in self.problem.lengths:
                 continue
             stage_of = self.problem.stage_of
             fixed = {stage: node for node in lane.path if (stage := self.old_stage[node]) == stage_of[node]}
-            path = self._cheapest_path(visits, through, fixed) or self._cheapest_path(visits, through)
+            path = self._cheapest_path(length, visits, through, fixed) or self._cheapest_path(length, visits, through)
             if path:
                 mended[number] = Lane(path, lane.microbatches)
                 through.update(path)
@@ -291,9 +295,10 @@ class _Construction:
     # new lanes
 
     def _cheapest_path(
-        self, visits: StageSet, through: Mapping[int, int], fixed: Mapping[int, int] | None = None
+        self, length: int, visits: StageSet, through: Mapping[int, int], fixed: Mapping[int, int] | None = None
     ) -> NodePath | None:
-        """The cheapest path over these stages (none given: any) and nodes with a slot left; busy nodes cost more.
+        """The cheapest path of this length over these stages (none given: any) and nodes with a slot left; busy nodes
+        cost more.
 
         `fixed` are the only nodes to use on their stages.
         """
@@ -307,14 +312,14 @@ class _Construction:
                 crowd[node] += through.get(node, 0)
         required = np.zeros(len(self.usable), np.bool_)
         required[list(visits)] = True
-        path = np.empty(problem.length, np.int64)
+        path = np.empty(length, np.int64)
         best_ns, best = INFINITE_NS, None
         for data_node in self.usable[0]:
             if not allowed[data_node]:
                 continue
             back_ns = best_path(
                 data_node,
-                problem.length,
+                length,
                 problem.swaps,
                 problem.stage_of,
                 allowed,
@@ -334,8 +339,12 @@ class _Construction:
 
     def _rebalanced(self, lanes: list[Lane], allow_uneven: bool) -> list[Lane]:
         """These lanes and no others, with as many microbatches as it takes to expose stages evenly."""
-        complete = sum(lane.microbatches for lane in lanes) == self.microbatches
-        least = 1 if self.microbatches * (self.problem.length - 1) % len(self.stages) else 0
+        carried: Counter[int] = Counter()
+        for lane in lanes:
+            carried[len(lane.path) - 1] += lane.microbatches
+        complete = carried == self.microbatches
+        visits = sum(size * count for size, count in self.microbatches.items())
+        least = 1 if visits % len(self.stages) else 0
         if complete and self.problem.spread(lanes) <= least:
             return lanes
         existing = Counter(self._visits(lane.path) for lane in lanes)
@@ -358,7 +367,7 @@ class _Construction:
         through = Counter(chain.from_iterable(lane.path for lane in chosen))
         complete = True
         for visits in chain.from_iterable([visits] * number for visits, number in missing.items()):
-            path = self._cheapest_path(visits, through)
+            path = self._cheapest_path(len(visits) + 1, visits, through)
             if path:
                 chosen.append(Lane(path, 0))
                 through.update(path)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from skippipe.plan import Plan
 from skippipe.planner.repair.repair import repaired, task_ns
+from skippipe.skip_schedule import PathLength
 
 SPARE_GAIN = 0.02  # by which an iteration must become shorter, or a spare stays one, where two hold the stage already
 MOVE_GAIN = 0.1  # by which it must, or no node moves: one that does is idle until it has fetched its state
@@ -64,7 +65,7 @@ class StageAssignment:
 
     plan: Plan
     """The plan that repairs begin with, with current figures."""
-    visited: int
+    visited: PathLength
     """Stages on a path."""
     members: list[set[int]]
     able: Collection[int]

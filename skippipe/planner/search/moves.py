@@ -21,6 +21,7 @@ from skippipe.planner.search.state import (
     insert_into_ring,
     lanes_through,
     move_microbatches,
+    path_of,
     remove_from_ring,
     slots_of,
     sort_by_stage,
@@ -103,10 +104,11 @@ def propose(draw: Ints, state: State, tables: Tables, cumulative_weights: Ints) 
     if kind == Move.SWAP_NEIGHBOURS:
         return _swap_neighbours(a, draw, state)
     if kind == Move.MOVE_MICROBATCHES:
-        if a != b:
-            moved = state.counts[a] if draw[3] % 4 == 0 else 1
-            move_microbatches(a, b, moved, draw[4], draw[5], state.paths, state.counts, state.stage_of)
-        return a != b
+        if a == b or state.lengths[a] != state.lengths[b]:
+            return False
+        moved = state.counts[a] if draw[3] % 4 == 0 else 1
+        move_microbatches(a, b, moved, draw[4], draw[5], state.paths, state.lengths, state.counts, state.stage_of)
+        return True
     if kind == Move.SPLIT_LANE:
         return _split_lane(a, draw, state)
     if kind == Move.RUIN:
@@ -147,6 +149,7 @@ def _swap_lane_order(a: int, b: int, state: State) -> bool:
     if a == b or state.dispatch[0] != LANES_IN_ORDER:
         return False
     state.counts[a], state.counts[b] = state.counts[b], state.counts[a]
+    state.lengths[a], state.lengths[b] = state.lengths[b], state.lengths[a]
     for hop in range(state.paths.shape[1]):
         state.paths[a, hop], state.paths[b, hop] = state.paths[b, hop], state.paths[a, hop]
     return True
@@ -168,8 +171,8 @@ def _ruin_through(node: int, most: int, drawn: int, state: State) -> None:
         if most == 0:
             return
         if state.counts[lane] > 0:
-            for visited in state.paths[lane]:
-                if visited == node:
+            for hop in range(state.lengths[lane]):
+                if state.paths[lane, hop] == node:
                     _ruin(lane, state)
                     most -= 1
                     break
@@ -180,10 +183,10 @@ def _ruin_some(a: int, b: int, draw: Ints, state: State) -> bool:
     """Ruin a lane, alone, with others that share a node with it, or with any other."""
     together = draw[3] % MOST_REMOVED
     if draw[4] % 2:
-        sort_by_stage(state.paths[a], state.stage_of)
+        sort_by_stage(path_of(a, state), state.stage_of)
     _ruin(a, state)
     if draw[5] % 4:
-        _ruin_through(state.paths[a, draw[6] % state.paths.shape[1]], together, draw[7], state)
+        _ruin_through(state.paths[a, draw[6] % state.lengths[a]], together, draw[7], state)
     elif together > 0:
         _ruin(b, state)
     return True
@@ -194,7 +197,7 @@ def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     """Another node of the same stage for a lane. If it has no slot left, one of its lanes comes to the node that is
     left."""
     paths = state.paths
-    hop = draw[3] % paths.shape[1]
+    hop = draw[3] % state.lengths[lane]
     old = paths[lane, hop]
     stage = state.stage_of[old]
     new = state.ring[stage, draw[4] % state.size[stage]]
@@ -205,7 +208,7 @@ def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
         found = False
         for nth in range(lanes):
             other = (draw[5] + nth) % lanes
-            for place in range(paths.shape[1]):
+            for place in range(state.lengths[other]):
                 if not found and state.counts[other] > 0 and paths[other, place] == new:
                     paths[other, place] = old
                     found = True
@@ -217,8 +220,8 @@ def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
 def _swap_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
     """Swap the nodes of a stage that both lanes visit."""
     paths = state.paths
-    hop = draw[3] % paths.shape[1]
-    for other in range(paths.shape[1]):
+    hop = draw[3] % state.lengths[a]
+    for other in range(state.lengths[b]):
         if state.stage_of[paths[b, other]] == state.stage_of[paths[a, hop]]:
             if paths[b, other] == paths[a, hop]:
                 return False
@@ -235,8 +238,8 @@ def _swap_stages(a: int, b: int, draw: Ints, state: State) -> bool:
     if here < 0 or there < 0:
         return False
     paths[a, here], paths[b, there] = paths[b, there], paths[a, here]
-    sort_by_stage(paths[a], stage_of)
-    sort_by_stage(paths[b], stage_of)
+    sort_by_stage(path_of(a, state), stage_of)
+    sort_by_stage(path_of(b, state), stage_of)
     if draw[5] % 2:
         _ruin(a, state)
         _ruin(b, state)
@@ -246,17 +249,17 @@ def _swap_stages(a: int, b: int, draw: Ints, state: State) -> bool:
 @kernel
 def _place_only_on(a: int, b: int, drawn: int, state: State) -> int:
     """A place of lane a whose stage lane b does not visit; −1: there is none."""
-    others = state.paths.shape[1] - 1
+    others = state.lengths[a] - 1
     for nth in range(others):
         place = 1 + (drawn + nth) % others
-        if not visits(state.paths[b], state.stage_of[state.paths[a, place]], state.stage_of):
+        if not visits(path_of(b, state), state.stage_of[state.paths[a, place]], state.stage_of):
             return int(place)
     return -1
 
 
 @kernel
 def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
-    paths, length = state.paths, state.paths.shape[1]
+    paths, length = state.paths, state.lengths[lane]
     if length < 3:
         return False
     hop = 1 + draw[3] % (length - 2)
@@ -267,13 +270,13 @@ def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
 @kernel
 def _replace_stage(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     """Replace a stage of a lane by one that it does not visit yet."""
-    hop = 1 + draw[3] % (state.paths.shape[1] - 1)
+    hop = 1 + draw[3] % (state.lengths[lane] - 1)
     others = len(state.size) - 1
     for nth in range(others):
         stage = 1 + (draw[4] + nth) % others
-        if tables.visitable[stage] and not visits(state.paths[lane], stage, state.stage_of):
+        if tables.visitable[stage] and not visits(path_of(lane, state), stage, state.stage_of):
             state.paths[lane, hop] = state.ring[stage, draw[5] % state.size[stage]]
-            sort_by_stage(state.paths[lane], state.stage_of)
+            sort_by_stage(path_of(lane, state), state.stage_of)
             _ruin(lane, state)
             return True
     return False
@@ -287,7 +290,8 @@ def _split_lane(lane: int, draw: Ints, state: State) -> bool:
         return False
     for new in range(len(counts)):
         if counts[new] == 0:
-            for hop in range(state.paths.shape[1]):
+            state.lengths[new] = state.lengths[lane]
+            for hop in range(state.lengths[lane]):
                 state.paths[new, hop] = state.paths[lane, hop]
             counts[new] = 1 + draw[3] % (counts[lane] - 1)
             counts[lane] -= counts[new]
@@ -306,7 +310,7 @@ def _swap_roles(draw: Ints, state: State) -> bool:
     for stage in range(len(state.size)):
         _swap_values(state.ring, stage, state.size[stage], x, y)
     for lane in range(len(state.counts)):
-        _swap_values(state.paths, lane, state.paths.shape[1], x, y)
+        _swap_values(state.paths, lane, state.lengths[lane], x, y)
     state.stage_of[x], state.stage_of[y] = state.stage_of[y], state.stage_of[x]
     _ruin_through(x, draw[5] % MOST_REMOVED, draw[6], state)
     _ruin_through(y, draw[7] % MOST_REMOVED, draw[8], state)
@@ -336,7 +340,7 @@ def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
         for lane in range(len(state.counts)):
             if state.counts[lane] == 0:
                 continue
-            for hop in range(state.paths.shape[1]):
+            for hop in range(state.lengths[lane]):
                 if state.paths[lane, hop] == node:
                     substitute = _node_with_slot(old, draw[5] + lane, through, state, tables)
                     if substitute < 0:
@@ -351,7 +355,7 @@ def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
             lane = (draw[7] + nth) % len(state.counts)
             if most_lanes == 0 or state.counts[lane] == 0 or (draw[8] >> (nth % 16)) % 2:
                 continue
-            for hop in range(state.paths.shape[1]):
+            for hop in range(state.lengths[lane]):
                 if state.stage_of[state.paths[lane, hop]] == new:
                     state.paths[lane, hop] = node
                     most_lanes -= 1

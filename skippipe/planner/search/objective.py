@@ -30,7 +30,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     lane has waited too long to be back in time.
     """
     stage_of, counts, paths = state.stage_of, state.counts, state.paths
-    nodes, stages, length = len(stage_of), len(state.size), paths.shape[1]
+    nodes, stages = len(stage_of), len(state.size)
     forward, backward, weight = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
     slots = np.zeros(nodes, np.int64)
     step_ns = 0
@@ -56,6 +56,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         if count == 0:
             continue
         lanes += 1
+        length = state.lengths[lane]
         highest, gap, swapped = -1, 0, tables.swapped
         alone_ns = head[paths[lane, 0]]
         load[paths[lane, 0]] += count * alone_ns
@@ -104,10 +105,9 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
                 _estimate_exchange(state, stage, idle, tables, transfers_ns[stage])
             if _averaged(state, stage, load, tables, transfers_ns[stage]) + step_ns > limit:
                 return INFINITE_NS, 0, INFINITE_NS
-    lengths = np.full(len(counts), length, np.int64)
     last_ns, left = run_iteration(
         paths,
-        lengths,
+        state.lengths,
         counts,
         forward,
         backward,

@@ -118,6 +118,7 @@ def lay_lanes(draw: Ints, state: State, tables: Tables) -> bool:
     turn = _shuffled(others, draw[15])
     for lane in range(lanes):
         state.counts[lane] = -(microbatches // lanes + (1 if lane < microbatches % lanes else 0))
+        state.lengths[lane] = length
         state.paths[lane, 0] = state.ring[0, 0]
         for hop in range(chosen):
             stage = 1 + turn[(lane * chosen + hop) % others]

@@ -31,7 +31,7 @@ def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
 
     A path over few stages: from each data node, the shortest path through the stages and back.
     """
-    paths, length = state.paths, state.paths.shape[1]
+    paths, length = state.paths, state.lengths[lane]
     through = lanes_through(state)
     node_load_ns = _load_ns(state, tables)
     state.counts[lane] = -state.counts[lane]
@@ -116,7 +116,8 @@ def _load_ns(state: State, tables: Tables) -> Ints:
         count = state.counts[lane]
         if count <= 0:
             continue
-        for node in state.paths[lane]:
+        for hop in range(state.lengths[lane]):
+            node = state.paths[lane, hop]
             layers = state.layers[state.stage_of[node]]
             node_load_ns[node] += count * (tables.forward_ns[layers, node] + tables.backward_ns[layers, node])
     return node_load_ns

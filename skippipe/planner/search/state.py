@@ -38,7 +38,9 @@ class State(NamedTuple):
     layers: Ints
     """[stage]: number of its layers."""
     paths: Ints
-    """[lane, hop]: nodes of its path."""
+    """[lane, hop]: nodes of its path, as far as it goes."""
+    lengths: Ints
+    """[lane]: number of nodes on its path."""
     counts: Ints
     """[lane]: its microbatches; 0: the lane does not exist; negative: it is ruined."""
     dispatch: Ints
@@ -154,19 +156,22 @@ def state_of(plan: Plan, most_lanes: int) -> State:
         state.size[index] = len(stage.ring)
         state.layers[index] = stage.layers
     for number, lane in enumerate(plan.lanes):
-        state.paths[number] = lane.path
+        state.paths[number, : len(lane.path)] = lane.path
+        state.lengths[number] = len(lane.path)
         state.counts[number] = lane.microbatches
     state.dispatch[0] = plan.dispatch.order
     return state
 
 
 def empty_state(nodes: int, stages: int, lanes: int, length: int) -> State:
+    """Lanes of this length, which is the longest that there can be."""
     return State(
         stage_of=np.full(nodes, -1, np.int64),
         ring=np.zeros((stages, nodes), np.int64),
         size=np.zeros(stages, np.int64),
         layers=np.zeros(stages, np.int64),
         paths=np.zeros((lanes, length), np.int64),
+        lengths=np.full(lanes, length, np.int64),
         counts=np.zeros(lanes, np.int64),
         dispatch=np.zeros(1, np.int64),
     )
@@ -189,7 +194,8 @@ def assign(to: State, given: State) -> None:
     to.dispatch[0] = given.dispatch[0]
     for lane in range(len(to.counts)):
         to.counts[lane] = given.counts[lane]
-        for hop in range(to.paths.shape[1]):
+        to.lengths[lane] = given.lengths[lane]
+        for hop in range(given.lengths[lane]):
             to.paths[lane, hop] = given.paths[lane, hop]
 
 
@@ -207,9 +213,9 @@ def same(one: State, other: State) -> bool:
     if one.dispatch[0] != other.dispatch[0]:
         return False
     for lane in range(len(one.counts)):
-        if one.counts[lane] != other.counts[lane]:
+        if one.counts[lane] != other.counts[lane] or one.lengths[lane] != other.lengths[lane]:
             return False
-        for hop in range(one.paths.shape[1]):
+        for hop in range(one.lengths[lane]):
             if one.paths[lane, hop] != other.paths[lane, hop]:
                 return False
     return True
@@ -221,8 +227,8 @@ def lanes_through(state: State) -> Ints:
     through = np.zeros(len(state.stage_of), np.int64)
     for lane in range(len(state.counts)):
         if state.counts[lane] > 0:
-            for node in state.paths[lane]:
-                through[node] += 1
+            for hop in range(state.lengths[lane]):
+                through[state.paths[lane, hop]] += 1
     return through
 
 
@@ -253,8 +259,8 @@ def slots_of(node: int, stage: int, state: State, tables: Tables) -> int:
 
 
 def lanes_of(state: State) -> tuple[Lane, ...]:
-    lanes = zip(state.paths.tolist(), state.counts.tolist(), strict=True)
-    return tuple(Lane(tuple(path), count) for path, count in lanes if count)
+    lanes = zip(state.paths.tolist(), state.lengths.tolist(), state.counts.tolist(), strict=True)
+    return tuple(Lane(tuple(path[:length]), count) for path, length, count in lanes if count)
 
 
 def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
@@ -263,13 +269,13 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     With all nodes that have memory for their stage, and without those that no lane visits, which may still carry
     gradients around a ring; each stage averages in the way that is fastest for when its nodes are done.
     """
-    used = set(state.paths[state.counts > 0].ravel().tolist())
+    lanes = lanes_of(state)
+    used = {node for lane in lanes for node in lane.path}
     layers = tuple(state.layers.tolist())
     costs = cost_model_of(problem.cluster, problem.workload, layers)
     rings = [row[:size].tolist() for row, size in zip(state.ring, state.size, strict=True)]
     all_rings = [tuple(node for node in ring if costs.slots[stage, node]) for stage, ring in enumerate(rings)]
     at_work = [tuple(node for node in ring if node in used) for ring in all_rings]
-    lanes = lanes_of(state)
     members = [at_work] if at_work == all_rings or problem.timing is Timing.CONTENTION_ONLY else [at_work, all_rings]
     found = []
     for chosen in members:
@@ -285,6 +291,12 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
         )
         found.append(averaging_fastest(plan, chosen) if problem.timing is Timing.FULL else plan)
     return found
+
+
+@kernel
+def path_of(lane: int, state: State) -> Ints:
+    """The nodes on a lane's path, as a view."""
+    return state.paths[lane, : state.lengths[lane]]
 
 
 @kernel
@@ -307,18 +319,18 @@ def sort_by_stage(path: Ints, stage_of: Ints) -> None:
 
 @kernel
 def move_microbatches(
-    a: int, b: int, moved: int, from_: int, to: int, paths: Ints, counts: Ints, stage_of: Ints
+    a: int, b: int, moved: int, from_: int, to: int, paths: Ints, lengths: Ints, counts: Ints, stage_of: Ints
 ) -> None:
-    """Move microbatches from lane a to b. If these visit other stages, as many go where they make up for it, if there
-    is such a pair: looked for from lanes `from_` and `to` on."""
+    """Move microbatches from lane a to b, which is as long. If these visit other stages, as many go where they make up
+    for it, if there is such a pair, which is equally long then: looked for from lanes `from_` and `to` on."""
     counts[a] -= moved
     counts[b] += moved
     lanes = len(counts)
     sets = np.zeros(lanes, np.int64)
     for lane in range(lanes):
         if counts[lane] > 0 or lane == a:
-            for node in paths[lane]:
-                sets[lane] |= 1 << stage_of[node]
+            for hop in range(lengths[lane]):
+                sets[lane] |= 1 << stage_of[paths[lane, hop]]
     lost, won = sets[a] & ~sets[b], sets[b] & ~sets[a]
     if lost == 0 and won == 0:
         return

@@ -119,11 +119,11 @@ def other_checkpointing(plan: Plan) -> Plan:
 def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:
     """One microbatch goes from lane to lane, all paths being equally long. Where these visit other stages, one goes
     from a third lane to a fourth to make up for it (CC3); Infeasible if there are no such lanes."""
-    paths, _ = path_arrays([each.path for each in plan.lanes])
+    paths, lengths = path_arrays([each.path for each in plan.lanes])
     counts = np.array([each.microbatches for each in plan.lanes], dtype=np.int64)
     stage_of = np.full(len(plan.cluster), -1, np.int64)
     stage_of[list(plan.stage_of)] = list(plan.stage_of.values())
-    move_microbatches(lane, other, 1, 0, 0, paths, counts, stage_of)
+    move_microbatches(lane, other, 1, 0, 0, paths, lengths, counts, stage_of)
     lanes = [Lane(each.path, count) for each, count in zip(plan.lanes, counts.tolist(), strict=True) if count]
     moved = replace(_on_cluster(plan, plan.cluster), lanes=tuple(lanes))
     if moved.exposure != plan.exposure:

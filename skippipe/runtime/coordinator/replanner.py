@@ -22,7 +22,7 @@ from skippipe.runtime.coordinator.recovery import StageProgress
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
 from skippipe.runtime.coordinator.wal_records import plan_record
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of
 
 if TYPE_CHECKING:
     from skippipe.planner.repair.stage_assignment import Reassignment, StageAssignment
@@ -114,7 +114,7 @@ class Replanner:
             self._reassign(iteration)
         return self.changed or bool(drift)
 
-    def _repair_for_members(self, length: int, now_ns: int) -> Plan | None:
+    def _repair_for_members(self, length: PathLength, now_ns: int) -> Plan | None:
         """A plan for the nodes that average and step; None if training cannot go on with them."""
         membership = self.membership
         members = [
@@ -141,7 +141,7 @@ class Replanner:
 
     def _repair(
         self,
-        length: int,
+        length: PathLength,
         members: Sequence[Collection[int]],
         active: Collection[int],
         cluster: Cluster,
@@ -319,32 +319,32 @@ class PathLengths:
     schedule: SkipSchedule
     iterations: int
     """Iterations of the whole run, from its very first."""
-    current: int
+    current: PathLength
     """The length that the plan in use was made for; while stages are missing, its paths may be shorter."""
-    plans: dict[int, Plan]
+    plans: dict[PathLength, Plan]
     """Length → the last plan for it; the one in use is among them."""
     usual: int = field(init=False)
     """The length where the schedule says nothing."""
-    logged: set[int] = field(init=False, default_factory=set)
+    logged: set[PathLength] = field(init=False, default_factory=set)
     """Lengths whose plans are in the write-ahead log as they are."""
-    up_to_date: set[int] = field(init=False)
+    up_to_date: set[PathLength] = field(init=False)
     """Lengths whose plans are for the nodes that are there."""
 
     def __post_init__(self) -> None:
-        self.usual = self.current
+        self.usual = max(parts_of(self.current))
         used = self.plans[self.current]
         self.up_to_date = {
             length for length, plan in self.plans.items() if plan.stages == used.stages and plan.cluster == used.cluster
         }
 
-    def at(self, iteration: int) -> int:
+    def at(self, iteration: int) -> PathLength:
         return self.schedule.visited(iteration, self.iterations, len(self.plans[self.current].stages), self.usual)
 
-    def add(self, length: int, plan: Plan) -> None:
+    def add(self, length: PathLength, plan: Plan) -> None:
         self.plans[length] = plan
         self.up_to_date.add(length)
 
-    def renew(self, length: int, plan: Plan) -> None:
+    def renew(self, length: PathLength, plan: Plan) -> None:
         """A node has joined or left: this plan is in use from now on, and the others are out of date."""
         self.current = length
         self.up_to_date.clear()

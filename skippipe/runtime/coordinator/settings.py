@@ -10,7 +10,7 @@ from typing import Literal
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CoordinatorSettings:
     """Completed iterations of the checkpoint that nodes start from; None: they start from initial weights."""
     skip_schedule: SkipSchedule = field(default_factory=SkipSchedule)
     """How many stages the paths of each iteration visit."""
-    plans: Mapping[int, Plan] = field(default_factory=dict)
+    plans: Mapping[PathLength, Plan] = field(default_factory=dict)
     """Path length → a plan for it on the same stages; one that is missing is made when it is needed."""
     recorded: Container[int] = frozenset()
     """Iterations of which nodes report every task."""

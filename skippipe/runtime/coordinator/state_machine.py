@@ -80,7 +80,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         env, settings, plan = self.env, self.settings, self.initial_plan
-        log = RecoveredLog.read(self.wal, plan)
+        log = RecoveredLog.read(self.wal, plan, settings.plans)
         self.state = CoordinatorState.REJOINING if self.wal else CoordinatorState.JOINING
         self.term, self.progress = log.term, log.progress
         if self.wal:

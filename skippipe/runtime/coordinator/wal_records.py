@@ -2,7 +2,7 @@
 
 Two kinds of record: a plan, with the nodes that still fetch their state under it; and a commit, of an iteration that
 all nodes have averaged and may step. Both are durable before any node is told. A plan that is used again is named by
-the length of its paths. A coordinator that takes over logs its term first.
+the length of its paths, or by the list of their lengths. A coordinator that takes over logs its term first.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.recovery import StageProgress
 from skippipe.runtime.messages import Commit
+from skippipe.skip_schedule import PathLength
 
 WalRecord = Mapping[str, Any]
 
@@ -29,7 +30,7 @@ class RecoveredLog:
     commit: WalRecord | None
     """The last commit."""
     progress: StageProgress
-    visited: int
+    visited: PathLength
     """Stages on a path of the plan, when no stage is missing."""
     term: int = 0
     """Coordinators that this run had before; each logs its term before it sends anything."""
@@ -46,10 +47,11 @@ class RecoveredLog:
         return Commit(self.commit["commit"], self.commit["rate"], self.commit["scale"], True, False, False)
 
     @classmethod
-    def read(cls, wal: Sequence[WalRecord], plan: Plan) -> RecoveredLog:
-        """`plan`: the plan to start with if the log is empty."""
+    def read(cls, wal: Sequence[WalRecord], plan: Plan, plans: Mapping[PathLength, Plan]) -> RecoveredLog:
+        """`plan`: the plan to start with if the log is empty; `plans` has it too, if its paths differ in length."""
         if not wal:
-            return cls(plan, frozenset(), None, StageProgress.nothing(len(plan.stages)), plan.visited)
+            visited = next((length for length, each in plans.items() if each == plan), plan.visited)
+            return cls(plan, frozenset(), None, StageProgress.nothing(len(plan.stages)), visited)
         commits = [record for record in wal if "commit" in record]
         last = plan_records(wal)[-1]
         newest = [record for record in wal if "steps" in record][-1]
@@ -58,7 +60,7 @@ class RecoveredLog:
             recovering=frozenset(last["learning"]),
             commit=commits[-1] if commits else None,
             progress=StageProgress(list(newest["steps"]), list(newest["norms"])),
-            visited=last["visited"],
+            visited=_path_length(last["visited"]),
             term=max((record["term"] for record in wal if "term" in record), default=0) + 1,
         )
 
@@ -66,17 +68,21 @@ class RecoveredLog:
 def plan_records(wal: Iterable[WalRecord]) -> list[WalRecord]:
     """The plans that were in use one after another, also those that were used again."""
     found: list[WalRecord] = []
-    newest: dict[int, WalRecord] = {}
+    newest: dict[PathLength, WalRecord] = {}
     for record in wal:
         if "plan" in record:
-            newest[record["visited"]] = record
+            newest[_path_length(record["visited"])] = record
             found.append(record)
         elif "turn" in record:
-            found.append(newest[record["turn"]])
+            found.append(newest[_path_length(record["turn"])])
     return found
 
 
-def plan_record(plan: Plan, recovering: Iterable[int], progress: StageProgress, visited: int) -> dict[str, Any]:
+def _path_length(value: Any) -> PathLength:
+    return tuple(value) if isinstance(value, Sequence) else int(value)
+
+
+def plan_record(plan: Plan, recovering: Iterable[int], progress: StageProgress, visited: PathLength) -> dict[str, Any]:
     return {"plan": plan.to_json(), "learning": sorted(recovering), **vars(progress), "visited": visited}
 
 

@@ -63,6 +63,8 @@ class NodeSchedule:
             for step in range(all_steps(len(lane.path), plan.split_backward))
             if lane.path[place(step, len(lane.path))] == number
         )
+        self.targets = [(*plan.visits(lane)[1:], len(plan.stages)) for lane in plan.lanes]
+        """[lane][step]: the stage that follows a forward step."""
         self.planned_ns: dict[tuple[int, int, int], int] = {}
         """Lane, microbatch and step → planned start of the task; empty if the plan has none, or not of the full
         timing."""
@@ -182,9 +184,9 @@ class MicrobatchScheduler:
 
     def _task(self, lane: int, microbatch: int, step: int, given: Any = None) -> StageTask:
         route = self.routes[lane]
-        return StageTask(
-            self._iteration, lane, microbatch, step, route.length, route.first_microbatch + microbatch, given
-        )
+        target = self._schedule.targets[lane][step] if step < route.length else 0
+        data = route.first_microbatch + microbatch
+        return StageTask(self._iteration, lane, microbatch, step, route.length, data, given, target)
 
     def _wire_dtype(self, lane: int, step: int) -> str:
         """Codec of what a step sends on; after a reroute a node may get it that another link was planned for."""

@@ -41,6 +41,9 @@ class StageTask:
     """The place of the microbatch among all of the iteration, which determines its data."""
     given: Any = None
     """The tensor that the message brought; None for the first step of a microbatch, and for weight gradients."""
+    target: int = 0
+    """The stage that follows on the lane's path as it was planned, after a forward step; the number of stages: the
+    head."""
     counts: bool = True
     """Its weight gradients are added up; not if this node has added them before, and the microbatch comes again."""
     wire_dtype: str = ""
