@@ -36,7 +36,7 @@ from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings, lane_unit
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.annealing import LARGE, PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
-from skippipe.planner.search.decomposition import parts_of, planned_in_parts
+from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
@@ -247,7 +247,7 @@ def _begins_with_cbs(problem: Problem, request: PlanRequest) -> bool:
 
 def _begins_in_parts(problem: Problem, request: PlanRequest) -> bool:
     """Whether `best` begins with plans of parts of the cluster: with time for each, and the nodes of stages open."""
-    parts = parts_of(problem)
+    parts = part_count(problem)
     if parts < 2 or request.placement is not None or not problem.decision_variables.sizes:
         return False
     if problem.timing is not Timing.FULL or len(problem.cluster) * problem.lanes_in_memory <= LARGE:
@@ -258,7 +258,7 @@ def _begins_in_parts(problem: Problem, request: PlanRequest) -> bool:
 
 def _in_parts(problem: Problem, request: PlanRequest) -> Plan | None:
     """A plan for each part of the cluster, put together; None if parts do not keep the rules."""
-    began, each = request.clock(), PARTS_SHARE / parts_of(problem)
+    began, each = request.clock(), PARTS_SHARE / part_count(problem)
 
     def plan_part(number: int, part: Problem) -> Plan:
         request.progress("planning parts of the cluster", each * number, None)

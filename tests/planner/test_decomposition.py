@@ -6,7 +6,7 @@ import math
 
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
-from skippipe.planner.search.decomposition import parts_of, planned_in_parts
+from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
 from skippipe.presets import preset
 from skippipe.validate import validate
@@ -28,7 +28,7 @@ def test_plans_of_parts_make_one_that_keeps_every_rule() -> None:
         return plan
 
     plan = planned_in_parts(problem, plan_part)
-    assert len(parts) == parts_of(problem) == 3
+    assert len(parts) == part_count(problem) == 3
     assert sorted(len(part.cluster) for part, _ in parts) == [20, 20, 21]
     names = [node.name for part, _ in parts for node in part.cluster.nodes]
     assert sorted(names) == sorted(node.name for node in problem.cluster.nodes)
@@ -41,8 +41,8 @@ def test_plans_of_parts_make_one_that_keeps_every_rule() -> None:
 
 
 def test_few_nodes_are_planned_as_a_whole() -> None:
-    assert parts_of(problem_of("regions:42", 60)) == 1
-    assert parts_of(problem_of("regions:61", 6)) == 1
+    assert part_count(problem_of("regions:42", 60)) == 1
+    assert part_count(problem_of("regions:61", 6)) == 1
 
 
 def test_a_search_that_begins_in_parts_keeps_the_rules_and_can_be_repeated() -> None:

@@ -20,7 +20,7 @@ PART = 20  # nodes of a part, about
 FEWEST_PARTS = 3  # two do no better than the whole
 
 
-def parts_of(problem: Problem) -> int:
+def part_count(problem: Problem) -> int:
     """How many parts the cluster makes; 1: it is planned as a whole."""
     parts = min(round(len(problem.cluster) / PART), problem.workload.microbatches // problem.lane_unit)
     return parts if parts >= FEWEST_PARTS else 1
@@ -55,7 +55,7 @@ def _near_each_other(problem: Problem) -> list[list[int]]:
     hop_ns = hop_ns + hop_ns.T
     left = np.arange(len(problem.cluster))
     groups = []
-    for parts in range(parts_of(problem), 0, -1):
+    for parts in range(part_count(problem), 0, -1):
         first = left[hop_ns[np.ix_(left, left)].mean(axis=1).argmax()]
         nearest = sorted(left.tolist(), key=lambda node: (node != first, hop_ns[first, node], node))
         groups.append(sorted(nearest[: len(left) // parts]))
