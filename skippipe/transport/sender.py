@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 import zmq
 
@@ -72,14 +73,19 @@ class SocketSettings:
     wake: Callable[[], None]
 
 
+Route: TypeAlias = Callable[[int], tuple[str, int]]
+"""Where to connect to for a port of the peer: host and port."""
+
+
 class Sender:
     """A PUSH socket and its monitor; beside it, for a while or never, a fast path and a keepalive."""
 
-    def __init__(self, settings: SocketSettings, peer: str, host: str) -> None:
+    def __init__(self, settings: SocketSettings, peer: str, route: Route, port: int) -> None:
         self._settings = settings
         self._peer = peer
-        self._host = host
-        self.push = push_socket(settings.context, host, settings.depth, RECONNECT_MOST_MS)
+        self._route = route
+        self._host, self._port = route(port)
+        self.push = push_socket(settings.context, self._host, settings.depth, RECONNECT_MOST_MS)
         keep_alive(self.push)
         self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS)
         settings.poller.register(self.monitor, zmq.POLLIN)
@@ -90,10 +96,10 @@ class Sender:
         self._path_lost = False
         self._request_from_s = 0.0
 
-    def connect(self, port: int, keys: KeyPair | None, server: str | None) -> None:
-        self._port, self._keys, self._server = port, keys, server
+    def connect(self, keys: KeyPair | None, server: str | None) -> None:
+        self._keys, self._server = keys, server
         self._secure(self.push)
-        self.push.connect(endpoint(self._host, port))
+        self.push.connect(endpoint(self._host, self._port))
 
     def _secure(self, socket: Socket) -> None:
         if self._keys is not None and self._server is not None:
@@ -163,9 +169,9 @@ class Sender:
     def open_fast_path(self, offer: FastPathMessage) -> None:
         if offer.path_id != self._requested or self.fast_path is not None:
             return  # the answer to a request of the past
-        settings = self._settings
+        settings, place = self._settings, self._route(offer.port)
         self.fast_path = FastPathSender(
-            settings.context, self._host, offer, settings.name, self._peer, depth=settings.depth, wake=settings.wake
+            settings.context, place, offer, settings.name, self._peer, depth=settings.depth, wake=settings.wake
         )
         settings.poller.register(self.fast_path.monitor, zmq.POLLIN)
 
