@@ -19,6 +19,8 @@ import zmq
 
 from skippipe.errors import UserError
 
+OUT_ONLY = "none"
+"""In the place of an address: this node cannot be called, it calls others."""
 SERVER_PORTS = range(10_000, 32_768)  # Linux gives 32768 and up to outgoing connections, others 49152 and up
 FREE_PORT_TRIES = 20
 ANY_PORT = 9  # connecting a datagram socket sends nothing, but wants a port
@@ -36,7 +38,9 @@ def own_address(towards: str) -> str:
 
 
 def listen_address(listen: str, coordinator: str, address: str | None) -> str:
-    """host:port for a node whose `--listen` has one, or only a port."""
+    """host:port for a node whose `--listen` has one, or only a port; 'none' for one that listens nowhere."""
+    if listen == OUT_ONLY:
+        return listen
     if listen.isascii() and listen.isdigit():
         return join_address(own_address(split_address(coordinator)[0]), int(listen))
     host, _ = split_address(listen)

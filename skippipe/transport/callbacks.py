@@ -35,8 +35,6 @@ from itertools import count
 from skippipe.errors import UserError
 from skippipe.transport.streams import StreamLoop, dial, set_options
 
-OUT_ONLY = "none"
-"""In the place of an address: this node cannot be called, it calls others."""
 MAGIC = b"SKPC"
 ZMTP = 0xFF  # the first byte of a connection of ZeroMQ
 TOKEN_BYTES = 32
@@ -139,6 +137,8 @@ class Callbacks:
         """The peer dials by itself, with tokens of this series, and always has one stream ready."""
 
         def begin() -> None:
+            if self._series.get(peer) == secret:
+                return  # some tokens of it are used
             self._forget_tokens(peer)
             self._series[peer] = secret
             for index in range(AHEAD):

@@ -24,6 +24,7 @@ Handshakes are answered inside `receive`: a node that does not call it for HANDS
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import threading
@@ -37,8 +38,8 @@ import zmq
 from skippipe.codecs import EncodedTensor
 from skippipe.errors import UserError
 from skippipe.transport import aead
-from skippipe.transport.addresses import LEAST_LINGER_S, is_loopback, split_address
-from skippipe.transport.callbacks import OUT_ONLY, Callbacks, CallRequest
+from skippipe.transport.addresses import LEAST_LINGER_S, OUT_ONLY, is_loopback, split_address
+from skippipe.transport.callbacks import Callbacks, CallRequest
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair, check_key
 from skippipe.transport.message import Limits, Message, Received, to_frames
@@ -50,6 +51,7 @@ __all__ = ["OUT_ONLY", "LossReason", "Lost", "Mailbox", "NotConnected", "QueueFu
 Security: TypeAlias = Literal["curve", "none"]
 
 PIECE_BYTES = 2**20
+log = logging.getLogger(__name__)
 MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast path each way seven; two more if watched
 
 
@@ -148,6 +150,11 @@ class Mailbox:
         return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.connected)
 
     @property
+    def answered(self) -> frozenset[str]:
+        """Peers at whose addresses a machine has answered, connected or not."""
+        return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.answered)
+
+    @property
     def on_fast_path(self) -> frozenset[str]:
         """Peers that the next message goes to on a fast path, as of the last `receive` or `lost`."""
         return frozenset(peer for peer, out in self._outgoing.items() if out.fast_path and out.fast_path.ready)
@@ -176,8 +183,11 @@ class Mailbox:
     def _callback_route(self, peer: str) -> Route:
         callbacks = self._get_callbacks()
         if not self._takes_callbacks and self.address != OUT_ONLY:
-            callbacks.listen(*self._incoming.hand_over())
             self._takes_callbacks = True
+            try:
+                callbacks.listen(*self._incoming.hand_over())
+            except UserError as error:
+                log.error("nodes that only call out cannot be reached from here: %s", error)
         return lambda port: callbacks.place_of(peer, port)
 
     def _get_callbacks(self) -> Callbacks:

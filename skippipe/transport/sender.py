@@ -87,8 +87,10 @@ class Sender:
         self._host, self._port = route(port)
         self.push = push_socket(settings.context, self._host, settings.depth, RECONNECT_MOST_MS)
         keep_alive(self.push)
-        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS)
+        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS | zmq.EVENT_CONNECTED)
         settings.poller.register(self.monitor, zmq.POLLIN)
+        self.answered = False
+        """A machine has answered at that address, whatever runs there."""
         self.connected = False
         self.fast_path: FastPathSender | None = None
         self.heartbeat: LinkHeartbeat | None = None
@@ -187,8 +189,11 @@ class Sender:
         """Read the monitors' events; the gravest loss, if there was any."""
         found: LossReason | None = None
         for event in monitor_events(self.monitor):
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                self.answered = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
+                self._settings.wake()  # to have it noticed
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found = LossReason.REFUSED
             elif event == zmq.EVENT_DISCONNECTED and self.connected:
