@@ -62,6 +62,8 @@ class RequestCallback(ControlMessage, frozen=True):
     peer: str
     token: str
     """For the peer to show."""
+    port: Count
+    """Where the node takes such calls; 0: nowhere."""
 
 
 class Ready(ControlMessage, frozen=True):

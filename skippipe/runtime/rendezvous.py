@@ -31,6 +31,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
+from skippipe.transport.addresses import join_address, split_address
 from skippipe.transport.callbacks import TOKEN_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
@@ -107,6 +108,11 @@ class Listener:
         for other in self.addresses:
             if other != name:
                 self.send(other, PeerUpdate(self.peer_addresses([name])))
+
+    def apart_from(self, name: str) -> list[str]:
+        """Connected nodes that a node cannot call, and that cannot call it."""
+        others = [other for other, address in self.addresses.items() if other != name and address == OUT_ONLY]
+        return others if self.addresses.get(name) == OUT_ONLY else []
 
     def is_called(self, name: str) -> bool:
         """Is it still being found out whether a node can be reached?"""
@@ -205,8 +211,9 @@ class Listener:
     def _pass_on(self, name: str, request: RequestCallback) -> None:
         """A node cannot reach another: have that one call it, if it can be called."""
         address = self.addresses.get(name, OUT_ONLY)
-        if request.peer in self.addresses.keys() - {name} and address != OUT_ONLY:
-            self.send(request.peer, CallBack(name, address, request.token))
+        if request.peer in self.addresses.keys() - {name} and address != OUT_ONLY and request.port:
+            where = join_address(split_address(address)[0], request.port)
+            self.send(request.peer, CallBack(name, where, request.token))
 
     def _open(self, name: str, address: str) -> None:
         self._stuck.discard(name)

@@ -13,8 +13,9 @@ mailbox listens (0: the one for messages; others only for its fast paths) when i
 known under CURVE before, to one peer, and are good once: an eavesdropper who reads one comes too late. With a stream of
 its own it would gain nothing but to disturb, for what travels there is encrypted end to end.
 
-The caller's public port is the mailbox's own. While there are no callbacks, ZeroMQ listens there. From the first one on
-a listener of `Callbacks` does: it tells by the first byte what a stream is, and joins ZeroMQ's own to the mailbox.
+The caller takes streams at a port of its own, from the first time that it needs one. Between nodes a third party passes
+the token on, and the port. A node that is to be called by its coordinator, of which it knows the address alone, tries
+the ports that go with it (`callback_ports`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from dataclasses import dataclass
 from itertools import count
 
 from skippipe.errors import UserError
+from skippipe.transport.addresses import callback_ports, join_address, split_address
 from skippipe.transport.streams import StreamLoop, dial, set_options
 
 MAGIC = b"SKPC"
-ZMTP = 0xFF  # the first byte of a connection of ZeroMQ
 TOKEN_BYTES = 32
 PREFACE = struct.Struct(f"<4s{TOKEN_BYTES}s")
 PORT = struct.Struct("<H")
@@ -59,10 +60,11 @@ def token_of(secret: bytes, index: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class CallRequest:
-    """A peer is to dial this node, and to show the token."""
+    """A peer is to dial this node, at this port, and to show the token."""
 
     peer: str
     token: str
+    port: int
 
 
 class Callbacks:
@@ -74,10 +76,11 @@ class Callbacks:
         self._wake = wake
         self._local = local
         self._requests: deque[CallRequest] = deque()
+        self._port = 0
+        """Where streams are taken; 0: nowhere."""
         self._ports: dict[str, dict[int, socket.socket]] = defaultdict(dict)
         """Peer → port there → the listener on loopback for it."""
         # the rest belongs to the loop's thread
-        self._behind: Place | None = None
         self._expected: dict[bytes, tuple[str, int]] = {}
         """Token → the peer that shows it, and its number in a series; −1: it is not of one."""
         self._series: dict[str, bytes] = {}
@@ -92,15 +95,23 @@ class Callbacks:
 
     # The caller
 
-    def listen(self, listening: socket.socket, behind: Place) -> None:
-        """Take streams there; those of ZeroMQ go on to `behind`."""
+    def listen(self, address: str) -> None:
+        """Take streams at a port that goes with this address, the mailbox's own; or at any, for peers who are told."""
+        host, port = split_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
+        for each in (*callback_ports(port), 0):
+            with suppress(OSError):
+                listening = socket.create_server((host, each), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+                break
+        else:
+            log.error("%s: no port is free for nodes that only call out; they cannot be reached from here", host)
+            return
         listening.setblocking(False)
-
-        def begin() -> None:
-            self._behind = behind
-            self._loop.watch(listening, selectors.EVENT_READ, lambda: self._accept(listening, self._greet))
-
-        self._loop.call(begin)
+        self._port = int(listening.getsockname()[1])
+        self._loop.call(
+            lambda: self._loop.watch(listening, selectors.EVENT_READ, lambda: self._accept(listening, self._greet))
+        )
 
     def place_of(self, peer: str, port: int) -> Place:
         """Where to connect to, instead of a port of the peer; of others than 0 only the last one asked for stays."""
@@ -165,15 +176,17 @@ class Callbacks:
 
     # The callee
 
-    def park(self, addresses: Sequence[str], secret: bytes) -> None:
-        """From now on always have one stream ready there; the one that was ready somewhere else is closed."""
+    def park(self, address: str, secret: bytes) -> None:
+        """From now on always have one stream ready at that mailbox; the one that was ready before is closed."""
+        host, port = split_address(address)
+        addresses = [join_address(host, each) for each in callback_ports(port)]
 
         def begin() -> None:
             self._parking = next(self._numbers)
             if self._parked is not None:
                 self._loop.drop(self._parked)
                 self._parked = None
-            self._park(self._parking, list(addresses), secret, 0, PARK_AGAIN_S[0])
+            self._park(self._parking, addresses, secret, 0, PARK_AGAIN_S[0])
 
         self._loop.call(begin)
 
@@ -217,25 +230,12 @@ class Callbacks:
         except OSError:
             piece = b""
         came += piece
-        if came[:1] == bytes([ZMTP]) and self._behind is not None:
-            self._unread.discard(stream)
-            self._loop.watch(stream, 0, _nothing)
-            self._join_behind(stream, self._behind, bytes(came))
-        elif not piece or not MAGIC.startswith(bytes(came[: len(MAGIC)])):
+        if not piece or not MAGIC.startswith(bytes(came[: len(MAGIC)])):
             self._give_up(stream)
         elif len(came) == PREFACE.size:
             self._unread.discard(stream)
             self._loop.watch(stream, 0, _nothing)
             self._show(stream, bytes(came[len(MAGIC) :]))
-
-    def _join_behind(self, stream: socket.socket, where: Place, first: bytes) -> None:
-        def connected(inner: socket.socket | None) -> None:
-            if inner is None:
-                self._loop.drop(stream)
-            else:
-                self._loop.join(stream, inner, to_right=first)
-
-        self._loop.connect(where, connected)
 
     def _show(self, stream: socket.socket, token: bytes) -> None:
         """A stream shows a token: it is expected, or may be in a moment, for that comes over another connection."""
@@ -289,7 +289,7 @@ class Callbacks:
             token = secrets.token_bytes(TOKEN_BYTES)
             self._expect(peer, token)
             self._loop.after(CALL_S, lambda: self._expected.pop(token, None))
-            self._requests.append(CallRequest(peer, token.hex()))
+            self._requests.append(CallRequest(peer, token.hex(), self._port))
             self._wake()
         self._match(peer)
 
@@ -334,9 +334,12 @@ class Callbacks:
         threading.Thread(target=run, name="dial", daemon=True).start()
 
     def _park(self, number: int, addresses: list[str], secret: bytes, index: int, wait_s: float) -> None:
-        def again(index: int, wait_s: float) -> None:
+        """Dial the first of the addresses; the next time, if it does not accept this stream, the other one."""
+
+        def again(index: int, wait_s: float, *, same: bool = False) -> None:
+            others = addresses if same else [*addresses[1:], addresses[0]]
             self._loop.after(
-                wait_s, lambda: self._park(number, addresses, secret, index, min(2 * wait_s, PARK_AGAIN_S[1]))
+                wait_s, lambda: self._park(number, others, secret, index, min(2 * wait_s, PARK_AGAIN_S[1]))
             )
 
         def dialled(stream: socket.socket) -> None:
@@ -352,13 +355,13 @@ class Callbacks:
             def over() -> None:
                 if number == self._parking and self._parked is stream:
                     self._parked = None
-                    again(index + accepted, PARK_AGAIN_S[0] if accepted else wait_s)
+                    again(index + accepted, PARK_AGAIN_S[0] if accepted else wait_s, same=accepted)
 
             self._parked = stream
             self._await(stream, on_accepted, over)
 
         if number == self._parking:
-            self._dial(addresses, token_of(secret, index), dialled, lambda: again(index, wait_s))
+            self._dial(addresses[:1], token_of(secret, index), dialled, lambda: again(index, wait_s))
 
     def _await(
         self,
@@ -407,8 +410,15 @@ class Callbacks:
         if where is None:
             log.debug("a callback wants port %d, which is not one of the mailbox's", port)
             self._loop.drop(stream)
-        else:
-            self._join_behind(stream, where, b"")
+            return
+
+        def connected(inner: socket.socket | None) -> None:
+            if inner is None:
+                self._loop.drop(stream)
+            else:
+                self._loop.join(stream, inner)
+
+        self._loop.connect(where, connected)
 
 
 def _nothing() -> None:

@@ -24,7 +24,6 @@ Handshakes are answered inside `receive`: a node that does not call it for HANDS
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import os
 import threading
@@ -51,7 +50,6 @@ __all__ = ["OUT_ONLY", "LossReason", "Lost", "Mailbox", "NotConnected", "QueueFu
 Security: TypeAlias = Literal["curve", "none"]
 
 PIECE_BYTES = 2**20
-log = logging.getLogger(__name__)
 MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast path each way seven; two more if watched
 
 
@@ -184,10 +182,7 @@ class Mailbox:
         callbacks = self._get_callbacks()
         if not self._takes_callbacks and self.address != OUT_ONLY:
             self._takes_callbacks = True
-            try:
-                callbacks.listen(*self._incoming.hand_over())
-            except UserError as error:
-                log.error("nodes that only call out cannot be reached from here: %s", error)
+            callbacks.listen(self.address)
         return lambda port: callbacks.place_of(peer, port)
 
     def _get_callbacks(self) -> Callbacks:
@@ -199,10 +194,10 @@ class Mailbox:
         """The peer, which cannot be called, calls `be_callable` with this address and secret."""
         self._get_callbacks().expect_series(peer, secret)
 
-    def be_callable(self, addresses: Sequence[str], secret: bytes) -> None:
-        """Let the mailbox at these addresses send here over streams that this one opens, and opens again when they are
-        lost; others than before are not served any more. The secret is for that peer only, and for one time."""
-        self._get_callbacks().park(addresses, secret)
+    def be_callable(self, address: str, secret: bytes) -> None:
+        """Let the mailbox at this address send here over streams that this one opens, and opens again when they are
+        lost; another one than before is not served any more. The secret is for that peer only, and for one time."""
+        self._get_callbacks().park(address, secret)
 
     def call_requests(self) -> list[CallRequest]:
         """Callbacks that this mailbox needs since the last call: someone has to tell the peer, who `answer`s."""

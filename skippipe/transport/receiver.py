@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
-import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +14,7 @@ from skippipe.codecs import Buffer
 from skippipe.errors import UserError
 from skippipe.transport.addresses import Socket, endpoint, pull_socket, split_address
 from skippipe.transport.aead import Forged
-from skippipe.transport.callbacks import BACKLOG, Place
+from skippipe.transport.callbacks import Place
 from skippipe.transport.fast_path import VERB_MAGIC, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.message import Limits, Malformed, Received, from_frames
@@ -25,8 +23,6 @@ from skippipe.transport.zap_auth import ZAP_DOMAIN, ZAP_ENDPOINT, ZapAuth
 
 SLACK_BYTES = 1024  # a frame of CURVE is 33 bytes longer than what it carries; headers and names are short
 LONGEST_NAME = 255
-HAND_OVER_S = 2.0  # for libzmq to stop listening
-LOOK_AGAIN_S = 0.05
 MOST_AT_ONCE = 64  # messages that one call of drain takes from the socket
 
 log = logging.getLogger(__name__)
@@ -65,8 +61,6 @@ class Receiver:
         self._pull = self._bound(keys, port)
         settings.poller.register(self._pull, zmq.POLLIN)
         self.address = self._pull.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
-        self._inner = split_address(self.address)
-        """Where the socket for messages listens; elsewhere than at `address` once that was handed over."""
 
     def _bound(self, keys: KeyPair | None, port: int) -> Socket:
         settings, host = self._settings, self._host
@@ -85,31 +79,10 @@ class Receiver:
             raise UserError(f"{host}:{port}: cannot listen there: {zmq.strerror(error.errno or 0)}; {hint}") from None
         return pull
 
-    def hand_over(self) -> tuple[socket.socket, Place]:
-        """Listen on loopback instead, and give the socket that listens at `address` now, and where this one does.
-        UserError if that cannot be done; then nothing has changed."""
-        host, port = split_address(self.address)
-        outside = endpoint(host, port)
-        monitor = self._pull.get_monitor_socket(zmq.EVENT_CLOSED)
-        try:
-            self._pull.bind(endpoint("127.0.0.1", "*"))
-            inner = split_address(self._pull.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://"))
-            self._pull.unbind(outside)
-            listening = _listening(host, port, monitor)
-        except (OSError, zmq.ZMQError) as error:
-            with contextlib.suppress(zmq.ZMQError):
-                self._pull.bind(outside)
-            raise UserError(f"{self.address}: cannot take callbacks there: {error.strerror or error}") from None
-        finally:
-            self._pull.disable_monitor()
-            monitor.close(linger=0)
-        self._inner = inner
-        return listening, inner
-
     def place_of(self, port: int) -> Place | None:
         """Where this mailbox listens: for messages (port 0), or for a fast path. From any thread."""
         if not port:
-            return _here(self._inner)
+            return _here(split_address(self.address))
         offered = any(path.port == port for path in list(self._paths.values()))
         return _here((self._host, port)) if offered else None
 
@@ -254,19 +227,3 @@ class Receiver:
 def _here(place: Place) -> Place:
     """From this machine, a listener at every address is reached over loopback."""
     return {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(place[0], place[0]), place[1]
-
-
-def _listening(host: str, port: int, closed: Socket) -> socket.socket:
-    """Listen where libzmq did a moment ago; OSError if it, or another program, does not let go of the port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
-    host = "" if host == "*" else host
-    deadline = time.monotonic() + HAND_OVER_S
-    while True:
-        try:
-            return socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-        except OSError:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise
-            closed.poll(round(1000 * min(left_s, LOOK_AGAIN_S)))

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from skippipe.transport import callbacks
-from skippipe.transport.addresses import split_address
+from skippipe.transport.addresses import callback_ports, split_address
 from skippipe.transport.callbacks import MAGIC, PREFACE, token_of
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox, QueueFull
-from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, network, number_of, numbered
+from tests.helpers.mailboxes import HELLO, PATIENCE_S, Net, link, network, number_of, numbered
 from tests.helpers.relay import Wire
 
 
@@ -25,13 +25,13 @@ def net() -> Iterator[Net]:
         yield made
 
 
-def parked(net: Net, *, through: Wire | None = None) -> tuple[Mailbox, Mailbox]:
+def parked(net: Net) -> tuple[Mailbox, Mailbox]:
     """a can be called; b cannot, and keeps a stream ready there."""
     a, b = net.box("a"), net.box("b", listen=OUT_ONLY)
     secret = secrets.token_bytes(32)
     a.expect_callbacks("b", secret)
     link(a, b)
-    b.be_callable([through.address if through else a.address], secret)
+    b.be_callable(a.address, secret)
     link(b, a)
     return a, b
 
@@ -40,7 +40,7 @@ def relay_requests(caller: Mailbox, callee: Mailbox) -> None:
     """What the coordinator does."""
     for request in caller.call_requests():
         assert request.peer == callee.name
-        callee.answer([caller.address], request.token)
+        callee.answer([f"127.0.0.1:{request.port}"], request.token)
 
 
 @pytest.mark.parametrize("security", ["curve", "none"])
@@ -95,14 +95,17 @@ def test_callback_on_request(net: Net) -> None:
 
 def test_dials_again_when_the_connection_is_lost(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callbacks, "PARK_AGAIN_S", (0.02, 0.05))
-    box: list[Mailbox] = []
-    wire = Wire(lambda: box[0].address)
-    a, b = net.box("a"), net.box("b", listen=OUT_ONLY)
-    box.append(a)
+    ports: list[int] = []
+    wire = Wire(lambda: f"127.0.0.1:{ports[0]}")
+    ports += callback_ports(split_address(net.box("a").address)[1])
+    monkeypatch.setattr(
+        callbacks, "callback_ports", lambda port: (split_address(wire.address)[1],) if port == 1 else ports
+    )
+    a, b = net._boxes[0], net.box("b", listen=OUT_ONLY)
     secret = secrets.token_bytes(32)
     a.expect_callbacks("b", secret)
     link(a, b)
-    b.be_callable([wire.address], secret)
+    b.be_callable("127.0.0.1:1", secret)
     for _ in range(3):
         net.until(lambda: a.connected)
         wire.cut()
@@ -124,19 +127,6 @@ def test_what_is_queued_leaves_before_the_end(net: Net) -> None:
     assert [number_of(each) for each in found] == list(range(12))
 
 
-def test_others_still_connect_where_callbacks_are_taken(net: Net) -> None:
-    """From the first callback on, connections of ZeroMQ go through the listener that tells them apart."""
-    a, _ = parked(net)
-    net.until(lambda: a.connected)
-    c = net.box("stranger")
-    a.allow("stranger", KEYS["stranger"].public)
-    link(c, a)
-    c.send("a", LARGE)
-    c.send("a", HELLO)
-    net.until(lambda: a.received_bytes["stranger"] == c.sent_bytes["a"])
-    assert split_address(a.address)[1] and not c.lost()
-
-
 @pytest.mark.parametrize("shown", ["nothing", "junk", "unknown token", "used token", "token of the series"])
 def test_strangers_get_nowhere(net: Net, monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
     """A stream that shows no good token is closed within PREFACE_S; one that shows a good one, and then says what it
@@ -146,7 +136,7 @@ def test_strangers_get_nowhere(net: Net, monkeypatch: pytest.MonkeyPatch, shown:
     secret = secrets.token_bytes(32)
     a.expect_callbacks("b", secret)
     link(a, b)
-    b.be_callable([a.address], secret)
+    b.be_callable(a.address, secret)
     net.until(lambda: a.connected)
     first = {
         "nothing": b"",
@@ -155,7 +145,7 @@ def test_strangers_get_nowhere(net: Net, monkeypatch: pytest.MonkeyPatch, shown:
         "used token": PREFACE.pack(MAGIC, token_of(secret, 0)),
         "token of the series": PREFACE.pack(MAGIC, token_of(secret, 9)) + b"x",
     }[shown]
-    with socket.create_connection(split_address(a.address), PATIENCE_S) as stream:
+    with socket.create_connection(("127.0.0.1", _port(a)), PATIENCE_S) as stream:
         stream.sendall(first)
         said = b""
         while piece := _recv(stream):
@@ -163,6 +153,12 @@ def test_strangers_get_nowhere(net: Net, monkeypatch: pytest.MonkeyPatch, shown:
     assert said in (b"", callbacks.ACCEPTED)
     a.send("b", HELLO)
     assert net.until(lambda: b.received_bytes["a"])["b"][0].message == HELLO
+
+
+def _port(box: Mailbox) -> int:
+    """Where it takes streams."""
+    assert box._callbacks is not None
+    return box._callbacks._port
 
 
 def _recv(stream: socket.socket) -> bytes:
@@ -195,10 +191,10 @@ def test_revoked_at_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = secrets.token_bytes(32)
     a.expect_callbacks("b", secret)
     link(a, b)
-    b.be_callable([a.address], secret)
+    b.be_callable(a.address, secret)
     net.until(lambda: a.connected)
     a.disconnect("b")
     a.forbid("b")
-    with socket.create_connection(split_address(a.address), PATIENCE_S) as stream:
+    with socket.create_connection(("127.0.0.1", _port(a)), PATIENCE_S) as stream:
         stream.sendall(PREFACE.pack(MAGIC, token_of(secret, 7)))
         assert _recv(stream) == b""

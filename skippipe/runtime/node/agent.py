@@ -167,9 +167,9 @@ class NodeAgent:
     def _handle_callbacks(self) -> None:
         if self._callable_from is not None and time.monotonic() >= self._callable_from:
             self._callable_from, self._calls_out = None, True
-            self._mailbox.be_callable([self._coordinator], self._secret)
+            self._mailbox.be_callable(self._coordinator, self._secret)
         for request in self._mailbox.call_requests():
-            self.send_control(RequestCallback(request.peer, request.token))
+            self.send_control(RequestCallback(request.peer, request.token, request.port))
 
     def _call_back(self, control: CallBack) -> None:
         if control.peer in self._numbers and TOKEN.fullmatch(control.token):
