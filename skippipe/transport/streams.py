@@ -27,7 +27,7 @@ HALF_CLOSED_S = 5.0  # for the other direction, when one has ended
 CLOSE_S = 2.0  # for the thread to end when it was told to
 RACE_S = 0.1  # that an address has before the next one is tried beside it
 
-Handler: TypeAlias = Callable[[], None]
+Handler: TypeAlias = Callable[[], object]
 Meter: TypeAlias = Callable[[int], float]
 """Is told how many bytes have come, and gives the seconds until more may be read."""
 
@@ -55,7 +55,7 @@ def dial(addresses: Sequence[str], timeout_s: float = CONNECT_S) -> socket.socke
                     family, where = waiting.popleft()
                     attempt = socket.socket(family, socket.SOCK_STREAM)
                     attempt.setblocking(False)
-                    if attempt.connect_ex(where) in (0, errno.EINPROGRESS):  # type: ignore[arg-type]
+                    if attempt.connect_ex(where) in (0, errno.EINPROGRESS):
                         selector.register(attempt, selectors.EVENT_WRITE)
                     else:
                         attempt.close()

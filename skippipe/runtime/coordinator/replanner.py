@@ -86,7 +86,7 @@ class Replanner:
         names = ", ".join(
             f"'{self.membership.name(node)}'" for node in sorted({node for pair in needed for node in pair})
         )
-        self.log_event("replanned", f"{names} only call out, and cannot reach each other: paths avoid that")
+        self.log_event("replanned", f"{names} only call out, and cannot reach each other: the plan does without")
         return []
 
     def switch_length(self, iteration: int) -> bool:
