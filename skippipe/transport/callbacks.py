@@ -133,16 +133,21 @@ class Callbacks:
             self._loop.call(begin)
         return str(ports[port].getsockname()[0]), int(ports[port].getsockname()[1])
 
-    def release(self, peer: str) -> None:
-        """ZeroMQ does not connect to this peer any more; connections that stand end by themselves."""
-        for listening in self._ports.pop(peer, {}).values():
-            self._forget(listening)
+    def release(self, peer: str, linger_s: float) -> None:
+        """ZeroMQ does not connect to this peer any more, or only for so long; connections that stand end by
+        themselves."""
+        listeners = list(self._ports.pop(peer, {}).values())
+
+        def forget() -> None:
+            for listening in listeners:
+                self._loop.drop(listening)
 
         def end() -> None:
+            forget()
             for stream, _ in self._waiting.pop(peer, ()):
                 self._loop.drop(stream)
 
-        self._loop.call(end)
+        self._loop.call((lambda: self._loop.after(linger_s, forget)) if linger_s else end)
 
     def expect_series(self, peer: str, secret: bytes) -> None:
         """The peer dials by itself, with tokens of this series, and always has one stream ready."""

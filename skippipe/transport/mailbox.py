@@ -234,7 +234,7 @@ class Mailbox:
             self._stop_waiting(outgoing)
             outgoing.close(linger_s)
             if self._callbacks is not None:
-                self._callbacks.release(peer)
+                self._callbacks.release(peer, linger_s)
         self._lost.pop(peer, None)
 
     def send(self, peer: str, message: Message, due_ns: int = 0) -> int:
