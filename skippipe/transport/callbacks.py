@@ -44,6 +44,7 @@ PORT = struct.Struct("<H")
 ACCEPTED = b"\x01"
 PREFACE_S = 5.0  # for the first bytes of a stream
 CALL_S = 10.0  # for a stream from the peer, and for its use
+REQUEST_AGAIN_S = 1.0  # from one request for a stream to the next
 PARK_AGAIN_S = (0.05, 2.0)  # before a node dials again: at first, and at most
 AHEAD = 16  # tokens of a series that are known in advance
 MOST_STRANGERS = 64  # streams whose token is not known (yet), and those that have not shown any
@@ -290,13 +291,20 @@ class Callbacks:
         """ZeroMQ has connected, and a stream of the peer is needed."""
         self._waiting[peer].append((stream, port))
         self._loop.after(CALL_S, lambda: self._wait_no_more(peer, stream, port))
-        if not self._idle[peer] and peer not in self._series:
-            token = secrets.token_bytes(TOKEN_BYTES)
-            self._expect(peer, token)
-            self._loop.after(CALL_S, lambda: self._expected.pop(token, None))
-            self._requests.append(CallRequest(peer, token.hex(), self._port))
-            self._wake()
         self._match(peer)
+        if peer not in self._series:
+            self._request(peer, stream, port)
+
+    def _request(self, peer: str, stream: socket.socket, port: int) -> None:
+        """Have the peer dial, again and again while it has not: it may not have been there."""
+        if (stream, port) not in self._waiting[peer]:
+            return
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._expect(peer, token)
+        self._loop.after(CALL_S, lambda: self._expected.pop(token, None))
+        self._requests.append(CallRequest(peer, token.hex(), self._port))
+        self._wake()
+        self._loop.after(REQUEST_AGAIN_S, lambda: self._request(peer, stream, port))
 
     def _wait_no_more(self, peer: str, stream: socket.socket, port: int) -> None:
         with suppress(ValueError):

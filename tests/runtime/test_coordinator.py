@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
-from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, Event
 from skippipe.runtime.coordinator.settings import RecordedIterations, RecoverySettings
 from skippipe.runtime.messages import (
@@ -30,7 +29,6 @@ from skippipe.runtime.messages import (
 )
 from skippipe.runtime.state_source import StateSource
 from tests.helpers.single_coordinator import (
-    AT_ONCE,
     HELLO,
     CoordinatorHarness,
     RecordingEnv,
@@ -88,34 +86,6 @@ def test_all_nodes_are_lost_before_the_first_step_and_begin_anew(built: int) -> 
     assert {coordinator.membership[node].stage for node in coordinator.nodes} == {0, 1, 2}
     recoveries = [each for messages in env.new_messages().values() for each in messages if isinstance(each, Recover)]
     assert {each.origin.kind for each in recoveries} <= {"replica"}, "of those who came when others had begun"
-
-
-def out_only(plan: Plan, *nodes: int) -> CoordinatorHarness:
-    """All nodes have joined; some cannot be called."""
-    env = RecordingEnv()
-    harness = CoordinatorHarness(new_coordinator(env, 2, plan, recovery=AT_ONCE), env)
-    for node in sorted(plan.stage_of):
-        if node in nodes:
-            harness.coordinator.on_reach(node, "")
-        harness.send(node, HELLO)
-    return harness
-
-
-def test_nodes_that_cannot_meet_are_kept_apart_or_named() -> None:
-    """Paths avoid their link, and gradients of one stage go over others; where that cannot be, the run ends before it
-    begins."""
-    plan = plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    harness = out_only(plan, 0, 2)
-    assert is_now(harness.coordinator, CoordinatorState.PREPARING)
-    paths = {frozenset(lane.path) for lane in harness.coordinator.plan.lanes}
-    assert not any({0, 2} <= path for path in paths) and len(paths) > 1
-    assert harness.env.event_kinds() == ["joined", "joined", "replanned"]
-    harness = out_only(plan, 2, 3)
-    assert is_now(harness.coordinator, CoordinatorState.PREPARING)
-    assert not {(2, 3), (3, 2)} & set(harness.coordinator.plan.stages[1].averaging.links)
-    harness = out_only(plan, 0, 1, 2, 3)
-    assert is_now(harness.coordinator, CoordinatorState.FAILED)
-    assert harness.coordinator.failure.startswith("nodes 'n0' and 'n1' can only call out, so they cannot reach each")
 
 
 def test_one_version_for_all() -> None:

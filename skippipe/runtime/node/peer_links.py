@@ -48,10 +48,12 @@ class PeerLinks:
             address, public = found if isinstance(found, list) and len(found) == 2 else ("", None)
             if name not in known or name == self._name or not isinstance(address, str):
                 continue
-            if self._peers.get(name, ("", None))[0] != address:
+            moved = self._peers.get(name, ("", None))[0] != address
+            back = address == OUT_ONLY and name not in self._mailbox.connected  # it has no address that would differ
+            if moved:
                 self._broken_since.pop(name, None)
-                if name in self._linked:  # it has moved
-                    self._unlink(name)
+            if (moved or back) and name in self._linked:
+                self._unlink(name)
             self._peers[name] = address, public
             if public is not None or self._mailbox.security == "none":
                 self._mailbox.allow(name, public)
