@@ -34,3 +34,5 @@ LINK_DOWN = 0.75
 LINK_WATCHED = 4.0
 """Timeouts for which a link is probed after it was last needed: a lane that serves needs it for moments, again and
 again."""
+DIAL = 0.5
+"""Timeouts after which a peer that does not answer is asked to call back."""

@@ -159,7 +159,7 @@ def node(
         str,
         typer.Option(
             help="host:port of this machine at which other nodes reach it; a port alone: at the address that this "
-            "machine has on the way to the coordinator; 0: any port."
+            "machine has on the way to the coordinator; 0: any port; none: this machine only calls out."
         ),
     ] = "0",
     address: Annotated[

@@ -51,6 +51,19 @@ class Hello(ControlMessage, frozen=True):
     """The name of its `NodePhase`; empty for a node that is new."""
     backup: Count = 0
     """Iterations that were done when the copy of stage 0's ends was made that this node keeps; 0: it keeps none."""
+    callback: str = ""
+    """The secret, in hexadecimal digits, of the streams that the node opens if the coordinator cannot reach it at its
+    address, or if that says that it only calls out (see `transport.callbacks`)."""
+
+
+class RequestCallback(ControlMessage, frozen=True):
+    """The node cannot reach a peer, which is to call it."""
+
+    peer: str
+    token: str
+    """For the peer to show."""
+    port: Count
+    """Where the node takes such calls; 0: nowhere."""
 
 
 class Ready(ControlMessage, frozen=True):
@@ -253,6 +266,15 @@ class PeerUpdate(ControlMessage, frozen=True):
     """Other nodes have joined, or have new addresses."""
 
     peers: dict[str, Any]
+
+
+class CallBack(ControlMessage, frozen=True):
+    """Call a peer that cannot reach this node."""
+
+    peer: str
+    address: str
+    token: str
+    """As in `RequestCallback`."""
 
 
 class Begin(ControlMessage, frozen=True):

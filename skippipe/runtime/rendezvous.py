@@ -8,6 +8,7 @@ been silent for too long; for the other two, `Rendezvous` does that.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -19,12 +20,27 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, HELD_UP
 from skippipe.runtime.fencing import Fence, stamp_of, stamped
-from skippipe.runtime.messages import ControlMessage, Hello, PeerUpdate, Stop, Welcome, from_json, to_json
-from skippipe.transport.mailbox import Mailbox, NotConnected, QueueFull
+from skippipe.runtime.messages import (
+    CallBack,
+    ControlMessage,
+    Hello,
+    PeerUpdate,
+    RequestCallback,
+    Stop,
+    Welcome,
+    from_json,
+    to_json,
+)
+from skippipe.transport.addresses import join_address, split_address
+from skippipe.transport.callbacks import TOKEN_BYTES
+from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
 
 log = logging.getLogger(__name__)
 CLOSE_LINGER_S = 1.0  # for the last messages to leave
+REACHED_S = 5.0  # for a node to be reached at the address that it announces; then it has to call
+NOT_THE_NODE = (LossReason.HANDSHAKE, LossReason.FOREIGN)  # another machine has this address here
+TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 REJOIN_REQUEST_S = 1.0  # from one request to a node that was declared dead to the next
 
 EndedNodes = Callable[[], Iterable[tuple[str, str]]]
@@ -50,6 +66,10 @@ class Listener:
     publics: Mapping[str, str | None]
     on_malformed: Callable[[str, str], None] = _warn
     """Called with a node's first message that cannot be read, and with what is wrong with it."""
+    on_reached: Callable[[str], None] = lambda name: None
+    """Called with a node that can be reached at the address that it has announced."""
+    on_out_only: Callable[[str, str], None] = lambda name, address: None
+    """Called with a node that cannot be reached, and with the address that it has announced."""
     fence: Fence = field(default_factory=lambda: Fence(int(time.time())))
     """Keeps stale messages out. Where nothing tells how many coordinators there were, a clock is a good guess."""
     addresses: dict[str, str] = field(init=False, default_factory=dict)
@@ -62,6 +82,10 @@ class Listener:
     """Node → when another incarnation of it was last told to join again."""
     _stuck: set[str] = field(init=False, default_factory=set)
     """Nodes that do not take messages."""
+    _secrets: dict[str, str] = field(init=False, default_factory=dict)
+    """Node → the secret of the streams that it opens, if it cannot be reached."""
+    _calls: dict[str, tuple[float, list[Message]]] = field(init=False, default_factory=dict)
+    """Node that has not been reached yet → until when it is called, and what was sent to it meanwhile."""
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -74,15 +98,32 @@ class Listener:
         self.addresses[name] = address
         self._disconnected.pop(name, None)
         self.fence.joined(name)
+        if address == OUT_ONLY:
+            self.on_out_only(name, address)
+        else:
+            self._calls[name] = time.monotonic() + REACHED_S, []
+        self._tell_others(name)
+
+    def _tell_others(self, name: str) -> None:
         for other in self.addresses:
             if other != name:
                 self.send(other, PeerUpdate(self.peer_addresses([name])))
+
+    def apart_from(self, name: str) -> list[str]:
+        """Connected nodes that a node cannot call, and that cannot call it."""
+        others = [other for other, address in self.addresses.items() if other != name and address == OUT_ONLY]
+        return others if self.addresses.get(name) == OUT_ONLY else []
+
+    def is_called(self, name: str) -> bool:
+        """Is it still being found out whether a node can be reached?"""
+        return name in self._calls
 
     def disconnect(self, name: str, linger_s: float = 0.0) -> bool:
         """Treat a node as lost, unless it joins again; False if it was not connected."""
         if name not in self.addresses:
             return False
         self._disconnected[name] = self.addresses.pop(name), time.monotonic()
+        self._calls.pop(name, None)
         self.fence.left(name)
         self.mailbox.disconnect(name, linger_s)
         return True
@@ -95,6 +136,8 @@ class Listener:
         self.send_message(name, stamped(to_json(control), self.fence.stamp(name)))
 
     def send_message(self, name: str, message: Message) -> None:
+        if name in self._calls:
+            self._calls[name][1].append(message)
         try:
             self.mailbox.send(name, message)
         except NotConnected:
@@ -124,6 +167,11 @@ class Listener:
                 self.on_malformed(name, str(error))
             return None
         if self.fence.accepts(name, stamp, hello=isinstance(control, Hello)):
+            if isinstance(control, RequestCallback):
+                self._pass_on(name, control)
+                return None
+            if isinstance(control, Hello):
+                self._secrets[name] = control.callback
             return control
         stale = self.fence.is_other_incarnation(name, stamp)
         if stale and time.monotonic() > self._answered.get(name, -inf) + REJOIN_REQUEST_S:
@@ -135,11 +183,45 @@ class Listener:
     def lost(self) -> list[tuple[str, str]]:
         """Nodes that have become unreachable since the last call, and how that is known."""
         stuck, self._stuck = self._stuck, set()
-        found = [(each.peer, f"its connection: {each.reason}") for each in self.mailbox.lost()]
+        lost = {each.peer: each.reason for each in self.mailbox.lost()}
+        connected = self.mailbox.connected
+        for name, (until, _) in list(self._calls.items()):
+            if name in connected:
+                del self._calls[name]
+                self.on_reached(name)
+            elif (time.monotonic() >= until or lost.get(name) in NOT_THE_NODE) and self._await_calls(name):
+                lost.pop(name, None)
+        found = [(name, f"its connection: {reason}") for name, reason in lost.items()]
         return [*found, *((name, "it does not take messages") for name in sorted(stuck))]
+
+    def _await_calls(self, name: str) -> bool:
+        """A node cannot be reached where it says it is: from now on it calls, if it can."""
+        _, sent = self._calls.pop(name)
+        if not TOKEN.fullmatch(self._secrets.get(name, "")):
+            return False
+        log.warning("'%s' cannot be called at %s: it calls others instead", name, self.addresses[name])
+        announced, self.addresses[name] = self.addresses[name], OUT_ONLY
+        self._open(name, OUT_ONLY)
+        for message in sent:
+            self.send_message(name, message)
+        self._tell_others(name)
+        self.on_out_only(name, announced)
+        return True
+
+    def _pass_on(self, name: str, request: RequestCallback) -> None:
+        """A node cannot reach another: have that one call it, if it can be called."""
+        address = self.addresses.get(name, OUT_ONLY)
+        if request.peer in self.addresses.keys() - {name} and address != OUT_ONLY and request.port:
+            where = join_address(split_address(address)[0], request.port)
+            self.send(request.peer, CallBack(name, where, request.token))
 
     def _open(self, name: str, address: str) -> None:
         self._stuck.discard(name)
+        if address == OUT_ONLY:
+            secret = self._secrets.get(name, "")
+            if not TOKEN.fullmatch(secret):
+                raise UserError("it only calls out, and has sent no secret for its calls")
+            self.mailbox.expect_callbacks(name, bytes.fromhex(secret))
         self.mailbox.connect(name, address, self.publics.get(name))
 
 

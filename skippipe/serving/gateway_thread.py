@@ -83,6 +83,7 @@ class GatewayThread:
             node_config.stage_of,
             publics,
             host=self,
+            on_out_only=self._avoid_links,
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
@@ -188,6 +189,11 @@ class GatewayThread:
 
     def joined(self, name: str) -> None:
         """Does nothing: a node takes no steps before it has its weights."""
+
+    def _avoid_links(self, name: str, _address: str) -> None:
+        """A node cannot be called, and so cannot meet others of its kind."""
+        for other in self._rendezvous.apart_from(name):
+            self._scheduler.link_broken(self._node_config.number[name], self._node_config.number[other])
 
     def lost(self, name: str, how: str) -> None:
         self._events["lost_nodes"] += 1

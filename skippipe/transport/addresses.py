@@ -19,6 +19,9 @@ import zmq
 
 from skippipe.errors import UserError
 
+OUT_ONLY = "none"
+"""In the place of an address: this node cannot be called, it calls others."""
+CALLBACK_PORTS = (1000, 2000)  # so far from a mailbox's own port
 SERVER_PORTS = range(10_000, 32_768)  # Linux gives 32768 and up to outgoing connections, others 49152 and up
 FREE_PORT_TRIES = 20
 ANY_PORT = 9  # connecting a datagram socket sends nothing, but wants a port
@@ -36,7 +39,9 @@ def own_address(towards: str) -> str:
 
 
 def listen_address(listen: str, coordinator: str, address: str | None) -> str:
-    """host:port for a node whose `--listen` has one, or only a port."""
+    """host:port for a node whose `--listen` has one, or only a port; 'none' for one that listens nowhere."""
+    if listen == OUT_ONLY:
+        return listen
     if listen.isascii() and listen.isdigit():
         return join_address(own_address(split_address(coordinator)[0]), int(listen))
     host, _ = split_address(listen)
@@ -88,6 +93,12 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UserError(f"{address}: expected host:port, such as 127.0.0.1:5555")
     return ("127.0.0.1" if host == "localhost" else host), int(port)
+
+
+def callback_ports(port: int) -> tuple[int, ...]:
+    """Ports at which a mailbox that listens at this one takes streams of nodes that only call out; the first that is
+    free."""
+    return tuple(each if each < 2**16 else each - 2 * far for far in CALLBACK_PORTS for each in (port + far,))
 
 
 def endpoint(host: str, port: int | str) -> str:

@@ -102,14 +102,15 @@ class FastPathSender:
     def __init__(
         self,
         context: Context,
-        host: str,
+        place: tuple[str, int],
         offer: FastPathMessage,
         sender: str,
         receiver: str,
         depth: int,
         wake: Callable[[], None],
     ) -> None:
-        """`wake` is called, in another thread, when there is room for a message that `send` had none for."""
+        """`place` is the host and port that lead to the receiver's. `wake` is called, in another thread, when there is
+        room for a message that `send` had none for."""
         self.path_id = offer.path_id
         self.ready = False
         self.in_use = False
@@ -118,13 +119,13 @@ class FastPathSender:
         self._sealer = Sealer(between(offer.path_id, sender, receiver))
         self._queued: deque[weakref.ref[memoryview]] = deque()
         self._has_waiter = False
-        self.push = push_socket(context, host, 0)  # messages are counted here: libzmq would count their pieces
+        self.push = push_socket(context, place[0], 0)  # messages are counted here: libzmq would count their pieces
         self.push.setsockopt(zmq.PLAIN_USERNAME, offer.path_id.hex().encode())
         self.push.setsockopt(zmq.PLAIN_PASSWORD, offer.secret.hex().encode())
         keep_alive(self.push)
         self.push.copy_threshold = 0  # a small frame that is copied would count as sent
         self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS | zmq.EVENT_CLOSED)
-        self.push.connect(endpoint(host, offer.port))
+        self.push.connect(endpoint(*place))
 
     def switch(self) -> FastPathMessage:
         return FastPathMessage(FastPathVerb.SWITCH, self.path_id, secret=self._sealer.key)

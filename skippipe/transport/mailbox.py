@@ -29,7 +29,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal, TypeAlias
 
 import zmq
@@ -37,14 +37,15 @@ import zmq
 from skippipe.codecs import EncodedTensor
 from skippipe.errors import UserError
 from skippipe.transport import aead
-from skippipe.transport.addresses import is_loopback, split_address
+from skippipe.transport.addresses import LEAST_LINGER_S, OUT_ONLY, is_loopback, split_address
+from skippipe.transport.callbacks import Callbacks, CallRequest
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair, check_key
 from skippipe.transport.message import Limits, Message, Received, to_frames
 from skippipe.transport.receiver import LONGEST_NAME, Receiver
-from skippipe.transport.sender import LossReason, Lost, NotConnected, QueueFull, Sender, SocketSettings
+from skippipe.transport.sender import LossReason, Lost, NotConnected, QueueFull, Route, Sender, SocketSettings
 
-__all__ = ["LossReason", "Lost", "Mailbox", "NotConnected", "QueueFull"]
+__all__ = ["OUT_ONLY", "LossReason", "Lost", "Mailbox", "NotConnected", "QueueFull"]
 
 Security: TypeAlias = Literal["curve", "none"]
 
@@ -80,7 +81,7 @@ class Mailbox:
             raise UserError(f"'{name}': security 'curve' needs a key pair; make one or choose 'none' on one machine")
         if not 0 < len(name.encode()) <= LONGEST_NAME:
             raise UserError(f"'{name}': a node's name has 1 to {LONGEST_NAME} bytes")
-        host, port = split_address(listen)
+        host, port = split_address("127.0.0.1:0" if listen == OUT_ONLY else listen)
         self.name = name
         self.security = security
         self._keys = keys if security == "curve" else None
@@ -103,7 +104,9 @@ class Mailbox:
             wake=self.wake,
         )
         self._incoming = Receiver(self._settings, self._keys, host, port, self._limits, trusted)
-        self.address = self._incoming.address
+        self.address = OUT_ONLY if listen == OUT_ONLY else self._incoming.address
+        self._callbacks: Callbacks | None = None
+        self._takes_callbacks = False
         self.malformed = self._incoming.malformed
         self.received_bytes = self._incoming.received_bytes
 
@@ -127,6 +130,8 @@ class Mailbox:
     def forbid(self, peer: str) -> None:
         """Refuse this peer's messages from now on; it cannot connect again either."""
         self._incoming.forbid(peer)
+        if self._callbacks is not None:
+            self._callbacks.forbid(peer)
 
     @property
     def refused(self) -> int:
@@ -143,26 +148,64 @@ class Mailbox:
         return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.connected)
 
     @property
+    def answered(self) -> frozenset[str]:
+        """Peers at whose addresses a machine has answered, connected or not."""
+        return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.answered)
+
+    @property
     def on_fast_path(self) -> frozenset[str]:
         """Peers that the next message goes to on a fast path, as of the last `receive` or `lost`."""
         return frozenset(peer for peer, out in self._outgoing.items() if out.fast_path and out.fast_path.ready)
 
     def connect(self, peer: str, address: str, public: str | None = None) -> None:
-        """Start to connect, and to reconnect whenever the connection breaks; an earlier connection is closed."""
-        host, port = split_address(address)
+        """Start to connect, and to reconnect whenever the connection breaks; an earlier connection is closed.
+
+        With OUT_ONLY in the place of an address, connections go through streams that the peer opens (see `callbacks`).
+        """
+        host, port = ("127.0.0.1", 0) if address == OUT_ONLY else split_address(address)
         self._check_loopback(host)
         if self._keys is not None:
             if public is None:
                 raise UserError(f"key of '{peer}': missing; under CURVE the other side must prove its identity")
             check_key(public, f"key of '{peer}'")
         self.disconnect(peer)
-        outgoing = Sender(self._settings, peer, host)
+        route = self._callback_route(peer) if address == OUT_ONLY else lambda port: (host, port)
+        outgoing = Sender(self._settings, peer, route, port)
         try:
-            outgoing.connect(port, self._keys, public)
+            outgoing.connect(self._keys, public)
         except zmq.ZMQError as error:
             outgoing.close()
             raise UserError(f"{address}: cannot connect there: {zmq.strerror(error.errno or 0)}; check it") from None
         self._outgoing[peer] = outgoing
+
+    def _callback_route(self, peer: str) -> Route:
+        callbacks = self._get_callbacks()
+        if not self._takes_callbacks and self.address != OUT_ONLY:
+            self._takes_callbacks = True
+            callbacks.listen(self.address)
+        return lambda port: callbacks.place_of(peer, port)
+
+    def _get_callbacks(self) -> Callbacks:
+        if self._callbacks is None:
+            self._callbacks = Callbacks(self.name, self.wake, self._incoming.place_of)
+        return self._callbacks
+
+    def expect_callbacks(self, peer: str, secret: bytes) -> None:
+        """The peer, which cannot be called, calls `be_callable` with this address and secret."""
+        self._get_callbacks().expect_series(peer, secret)
+
+    def be_callable(self, address: str, secret: bytes) -> None:
+        """Let the mailbox at this address send here over streams that this one opens, and opens again when they are
+        lost; another one than before is not served any more. The secret is for that peer only, and for one time."""
+        self._get_callbacks().park(address, secret)
+
+    def call_requests(self) -> list[CallRequest]:
+        """Callbacks that this mailbox needs since the last call: someone has to tell the peer, who `answer`s."""
+        return self._callbacks.take_requests() if self._callbacks is not None else []
+
+    def answer(self, addresses: Sequence[str], token: str) -> None:
+        """Call back a peer that has requested it."""
+        self._get_callbacks().answer(addresses, bytes.fromhex(token))
 
     def watch(self, peers: Collection[str], heartbeat_s: float) -> None:
         """From now on `silent` tells which of the links to these peers are cut, as far as there are connections."""
@@ -190,6 +233,8 @@ class Mailbox:
         if outgoing is not None:
             self._stop_waiting(outgoing)
             outgoing.close(linger_s)
+            if self._callbacks is not None:
+                self._callbacks.release(peer, linger_s)
         self._lost.pop(peer, None)
 
     def send(self, peer: str, message: Message, due_ns: int = 0) -> int:
@@ -261,6 +306,8 @@ class Mailbox:
             self.disconnect(peer, linger_s)
         self._incoming.close()
         self._context.term()  # waits for the queues, and their linger has an end
+        if self._callbacks is not None:
+            self._callbacks.close(max(linger_s, LEAST_LINGER_S))
 
     def _poll_connections(self) -> bool:
         losses = {peer: outgoing.poll() for peer, outgoing in self._outgoing.items()}

@@ -12,8 +12,9 @@ import zmq
 
 from skippipe.codecs import Buffer
 from skippipe.errors import UserError
-from skippipe.transport.addresses import Socket, endpoint, pull_socket
+from skippipe.transport.addresses import Socket, endpoint, pull_socket, split_address
 from skippipe.transport.aead import Forged
+from skippipe.transport.callbacks import Place
 from skippipe.transport.fast_path import VERB_MAGIC, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.message import Limits, Malformed, Received, from_frames
@@ -77,6 +78,13 @@ class Receiver:
             hint = "choose another port, or 0 for any" if error.errno == zmq.EADDRINUSE else "check the address"
             raise UserError(f"{host}:{port}: cannot listen there: {zmq.strerror(error.errno or 0)}; {hint}") from None
         return pull
+
+    def place_of(self, port: int) -> Place | None:
+        """Where this mailbox listens: for messages (port 0), or for a fast path. From any thread."""
+        if not port:
+            return _here(split_address(self.address))
+        offered = any(path.port == port for path in list(self._paths.values()))
+        return _here((self._host, port)) if offered else None
 
     def allow(self, peer: str, public: str | None) -> None:
         if self.auth.key_of(peer) != public:
@@ -214,3 +222,8 @@ class Receiver:
         self._pull.close()
         if self._zap is not None:
             self._zap.close()
+
+
+def _here(place: Place) -> Place:
+    """From this machine, a listener at every address is reached over loopback."""
+    return {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "::1"}.get(place[0], place[0]), place[1]

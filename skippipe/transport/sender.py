@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeAlias
 
 import zmq
 
@@ -72,17 +73,24 @@ class SocketSettings:
     wake: Callable[[], None]
 
 
+Route: TypeAlias = Callable[[int], tuple[str, int]]
+"""Where to connect to for a port of the peer: host and port."""
+
+
 class Sender:
     """A PUSH socket and its monitor; beside it, for a while or never, a fast path and a keepalive."""
 
-    def __init__(self, settings: SocketSettings, peer: str, host: str) -> None:
+    def __init__(self, settings: SocketSettings, peer: str, route: Route, port: int) -> None:
         self._settings = settings
         self._peer = peer
-        self._host = host
-        self.push = push_socket(settings.context, host, settings.depth, RECONNECT_MOST_MS)
+        self._route = route
+        self._host, self._port = route(port)
+        self.push = push_socket(settings.context, self._host, settings.depth, RECONNECT_MOST_MS)
         keep_alive(self.push)
-        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS)
+        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS | zmq.EVENT_CONNECTED)
         settings.poller.register(self.monitor, zmq.POLLIN)
+        self.answered = False
+        """A machine has answered at that address, whatever runs there."""
         self.connected = False
         self.fast_path: FastPathSender | None = None
         self.heartbeat: LinkHeartbeat | None = None
@@ -90,10 +98,10 @@ class Sender:
         self._path_lost = False
         self._request_from_s = 0.0
 
-    def connect(self, port: int, keys: KeyPair | None, server: str | None) -> None:
-        self._port, self._keys, self._server = port, keys, server
+    def connect(self, keys: KeyPair | None, server: str | None) -> None:
+        self._keys, self._server = keys, server
         self._secure(self.push)
-        self.push.connect(endpoint(self._host, port))
+        self.push.connect(endpoint(self._host, self._port))
 
     def _secure(self, socket: Socket) -> None:
         if self._keys is not None and self._server is not None:
@@ -163,9 +171,9 @@ class Sender:
     def open_fast_path(self, offer: FastPathMessage) -> None:
         if offer.path_id != self._requested or self.fast_path is not None:
             return  # the answer to a request of the past
-        settings = self._settings
+        settings, place = self._settings, self._route(offer.port)
         self.fast_path = FastPathSender(
-            settings.context, self._host, offer, settings.name, self._peer, depth=settings.depth, wake=settings.wake
+            settings.context, place, offer, settings.name, self._peer, depth=settings.depth, wake=settings.wake
         )
         settings.poller.register(self.fast_path.monitor, zmq.POLLIN)
 
@@ -181,8 +189,11 @@ class Sender:
         """Read the monitors' events; the gravest loss, if there was any."""
         found: LossReason | None = None
         for event in monitor_events(self.monitor):
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            if event == zmq.EVENT_CONNECTED:
+                self.answered = True
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
+                self._settings.wake()  # to have it noticed
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found = LossReason.REFUSED
             elif event == zmq.EVENT_DISCONNECTED and self.connected:

@@ -103,6 +103,9 @@ class RecordingEnv(Callback):
         self.log.append(("connect", node, address))
         return True
 
+    def is_called(self, node: int) -> bool:  # noqa: ARG002
+        return False
+
     def disconnect(self, node: int) -> None:
         self.log.append(("disconnect", node))
 

@@ -18,6 +18,8 @@ from skippipe.runtime.messages import Averaged
 from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from tests.helpers.plans import wide_plan
+from tests.helpers.single_coordinator import HELLO, CoordinatorHarness, RecordingEnv, is_now, new_coordinator
+from tests.helpers.single_node import AT_ONCE, plan_of
 
 LEARNING = OptimConfig(warmup=1, iterations=10)
 
@@ -128,3 +130,34 @@ def test_rates_of_a_node_follow_what_all_its_links_have_in_common(
         if ratio > 1:
             before, now = (each.hop(names[sender], names[receiver])[1] for each in (plan.cluster, found))
             assert now == pytest.approx(before / ratio), "a link is slower than the line that it shares"
+
+
+# Nodes that cannot be called
+
+
+def out_only(plan: Plan, *nodes: int) -> CoordinatorHarness:
+    """All nodes have joined; some cannot be called."""
+    env = RecordingEnv()
+    harness = CoordinatorHarness(new_coordinator(env, 2, plan, recovery=AT_ONCE), env)
+    for node in sorted(plan.stage_of):
+        if node in nodes:
+            harness.coordinator.on_reach(node, "")
+        harness.send(node, HELLO)
+    return harness
+
+
+def test_nodes_that_cannot_meet_are_kept_apart_or_named() -> None:
+    """Paths avoid their link, and gradients of one stage go over others; where that cannot be, the run ends before it
+    begins."""
+    plan = plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    harness = out_only(plan, 0, 2)
+    assert is_now(harness.coordinator, CoordinatorState.PREPARING)
+    paths = {frozenset(lane.path) for lane in harness.coordinator.plan.lanes}
+    assert not any({0, 2} <= path for path in paths) and len(paths) > 1
+    assert harness.env.event_kinds() == ["joined", "joined", "replanned"]
+    harness = out_only(plan, 2, 3)
+    assert is_now(harness.coordinator, CoordinatorState.PREPARING)
+    assert not {(2, 3), (3, 2)} & set(harness.coordinator.plan.stages[1].averaging.links)
+    harness = out_only(plan, 0, 1, 2, 3)
+    assert is_now(harness.coordinator, CoordinatorState.FAILED)
+    assert harness.coordinator.failure.startswith("nodes 'n0' and 'n1' can only call out, so they cannot reach each")

@@ -6,13 +6,17 @@ import time
 from contextlib import closing
 from threading import Thread
 
+import pytest
+
 from skippipe import __version__
+from skippipe.runtime import rendezvous as rendezvous_module
 from skippipe.runtime.fencing import Incarnation, stamped
-from skippipe.runtime.messages import ControlMessage, Hello, to_json
+from skippipe.runtime.messages import CallBack, ControlMessage, Hello, RequestCallback, from_json, to_json
+from skippipe.runtime.node import agent
 from skippipe.runtime.node.agent import THE_COORDINATOR, node_main
 from skippipe.runtime.rendezvous import Rendezvous
-from skippipe.transport.addresses import free_port
-from skippipe.transport.mailbox import Mailbox
+from skippipe.transport.addresses import free_port, split_address
+from skippipe.transport.mailbox import OUT_ONLY, Mailbox
 
 DEADLINE_S = 20.0
 
@@ -72,3 +76,74 @@ def test_a_node_that_starts_late_finds_the_coordinator_at_the_second_address() -
         node.join(DEADLINE_S)
     assert recorder.events[0] == "n0 joined"
     assert "needs a node for 'none of its roles'" in ended[0]
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_node_that_cannot_be_called_gets_all_that_was_sent_to_it(
+    monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    """It announces an address where nobody answers, or says itself that it only calls out."""
+    monkeypatch.setattr(rendezvous_module, "REACHED_S", 0.3)
+    monkeypatch.setattr(agent, "CALLBACK_S", 0.3)
+    nowhere = f"127.0.0.1:{free_port('127.0.0.1')}"
+    recorder, ended = Recorder(), list[str]()
+    found: list[tuple[str, str]] = []
+    with closing(Mailbox(THE_COORDINATOR, None, security="none")) as coordinator:
+        rendezvous = Rendezvous(
+            coordinator,
+            ["n0"],
+            {"n0": None},
+            host=recorder,
+            on_out_only=lambda *each: found.append(each),
+            node_config={"kind": "none of its roles"},
+            timeout_s=60,
+        )
+        join = {"name": "n0", "coordinator": coordinator.address, "keys": None, "security": "none"}
+        more = {"address": nowhere} if listens else {"listen": OUT_ONLY}
+        node = Thread(target=lambda: ended.append(node_main({}, {**join, **more})))
+        node.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while not any("Failed" in event for event in recorder.events):
+            assert time.monotonic() < deadline, recorder.events
+            rendezvous.poll()
+        node.join(DEADLINE_S)
+    assert [event for event in recorder.events if "joined" in event or "refused" in event] == ["n0 joined"]
+    assert found == [("n0", nowhere if listens else OUT_ONLY)]
+    assert "needs a node for 'none of its roles'" in ended[0]
+
+
+def test_a_request_to_be_called_reaches_the_peer_and_only_from_one_that_can_be_called() -> None:
+    recorder, names = Recorder(), ("n0", "n1")
+    with (
+        closing(Mailbox(THE_COORDINATOR, None, security="none")) as coordinator,
+        closing(Mailbox("n0", None, security="none")) as n0,
+        closing(Mailbox("n1", None, security="none", listen=OUT_ONLY)) as n1,
+    ):
+        rendezvous = Rendezvous(
+            coordinator, names, dict.fromkeys(names), host=recorder, node_config={"kind": "test"}, timeout_s=60
+        )
+        heard: list[ControlMessage] = []
+        lives = {box: Incarnation(number) for number, box in enumerate((n0, n1), 1)}
+
+        def say(box: Mailbox, control: ControlMessage) -> None:
+            box.send(THE_COORDINATOR, stamped(to_json(control), lives[box].stamp()))
+
+        for box in (n0, n1):
+            box.allow(THE_COORDINATOR, None)
+            box.connect(THE_COORDINATOR, coordinator.address, None)
+            say(box, Hello(box.address, __version__, callback="ab" * 32))
+        n1.be_callable(coordinator.address, bytes.fromhex("ab" * 32))
+        deadline = time.monotonic() + DEADLINE_S
+        asked = False
+        while not any(isinstance(each, CallBack) for each in heard):
+            assert time.monotonic() < deadline, heard
+            rendezvous.poll()
+            heard += [from_json(each.message.body) for box in (n0, n1) for each in box.receive(0.01)]
+            if not asked and len(recorder.events) == 2:
+                asked = True
+                say(n1, RequestCallback("n0", "12" * 32, 5))  # n0 cannot call it
+                say(n0, RequestCallback("n0", "34" * 32, 5))
+                say(n0, RequestCallback("n1", "56" * 32, 4711))
+        assert rendezvous.apart_from("n1") == []
+    calls = [each for each in heard if isinstance(each, CallBack)]
+    assert calls == [CallBack("n0", f"{split_address(n0.address)[0]}:4711", "56" * 32)]

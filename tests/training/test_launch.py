@@ -109,6 +109,27 @@ def test_nodes_join_and_strangers_do_not(
     assert len(place.losses("joined")) == 2
 
 
+@pytest.mark.slow
+def test_nodes_that_only_call_out(
+    place: Place, names: list[str], many: Callable[..., list[BaseProcess]], tmp_path: Path
+) -> None:
+    """Half of the nodes listen nowhere: nobody is lost, and losses are those of a run in which all can be called."""
+    for name, listen in (("called", []), ("calling", ["--listen", "none"])):
+        at = f"127.0.0.1:{free_port('127.0.0.1')}"
+        nodes = [["node", "--join", at, "--key", place.folder / "keys" / f"{each}.key"] for each in names]
+        whole = many(
+            ["train", place.joining(name, int(at.rpartition(":")[2]))],
+            *([*words, *listen] if number % 2 else words for number, words in enumerate(nodes)),
+        )
+        processes = whole[-1 - NODES :]
+        for process in processes:
+            process.join(RUN_END_S)
+        said = (tmp_path / f"{len(whole) - 1 - NODES}.log").read_text()
+        assert [process.exitcode for process in processes] == [0] * (1 + NODES), said
+        assert said.count("cannot be called: it calls the others") == (2 if listen else 0) and "gone:" not in said, said
+    assert place.losses("calling") == pytest.approx(place.losses("called"), rel=1e-5)
+
+
 def test_nobody_answers(place: Place, names: list[str], refused: Callable[..., str]) -> None:
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     key = place.folder / "keys" / f"{names[0]}.key"

@@ -8,8 +8,9 @@ are measured have become slower, or all faster, its own upload and download have
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 
@@ -25,8 +26,10 @@ NEWEST_WEIGHT = 0.5  # of the newest iteration in the running mean
 class ClusterEstimator:
     """Measured speeds of nodes and links against the plan, and links that are down."""
 
-    def __init__(self, plan: Plan, full: Cluster, now_ns: int) -> None:
-        """`full` is the cluster with all its links; those that the plan does without are down for a while."""
+    def __init__(self, plan: Plan, full: Cluster, now_ns: int, out_only: Set[int] = frozenset()) -> None:
+        """`full` is the cluster with all its links; those that the plan does without are down for a while. `out_only`
+        has at any time the nodes that cannot be called: no two of them can meet."""
+        self._out_only = out_only
         self._down: dict[frozenset[int], tuple[int, int]] = {}
         """Two nodes → until when their link counts as down, and for how long it did."""
         self.link_reports = LinkReports()
@@ -49,11 +52,15 @@ class ClusterEstimator:
         self._down[frozenset({a, b})] = now_ns + 2 * span_ns, 2 * span_ns
 
     def is_down(self, a: int, b: int, now_ns: int) -> bool:
-        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns
+        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns or {a, b} <= self._out_only
+
+    def apart(self) -> frozenset[frozenset[int]]:
+        """Pairs of nodes of which neither can call the other."""
+        return frozenset(frozenset(pair) for pair in combinations(sorted(self._out_only), 2))
 
     def down_links(self, now_ns: int) -> frozenset[frozenset[int]]:
         """Pairs of nodes whose link counts as down."""
-        return frozenset(pair for pair, (until_ns, _) in self._down.items() if until_ns > now_ns)
+        return self.apart() | {pair for pair, (until_ns, _) in self._down.items() if until_ns > now_ns}
 
     def update(self, reports: Mapping[int, Averaged]) -> None:
         """Take in the measurements of an iteration."""
@@ -103,7 +110,7 @@ class ClusterEstimator:
 
     def measured_cluster(self) -> Cluster:
         """The cluster as fast as measured, for later plans: also with links that are down for a while."""
-        return self._estimate([], speeds=True)
+        return self._estimate([tuple(pair) for pair in self.apart()], speeds=True)
 
     def _estimate(self, down: Sequence[tuple[int, ...]], *, speeds: bool) -> Cluster:
         cluster = self._plan.cluster

@@ -128,7 +128,8 @@ class CommitLoop:
         reports.add(node, peer, now_ns)
         cut_off = [receiver for receiver in (node, peer) if {node, peer} & set(membership[receiver].sources)]
         is_costly = bool(cut_off) or (not paused and (used or same_stage))
-        costly = reports.add_costly(node, peer, now_ns) if is_costly else []
+        known = frozenset({node, peer}) in estimator.apart()  # then it is no fault of the reporter
+        costly = reports.add_costly(node, peer, now_ns) if is_costly and not known else []
         if len(costly) > MAX_COSTLY_REPORTS:
             self._evict_reporter(node, costly, now_ns)
             return

@@ -57,6 +57,9 @@ class CoordinatorEnv(Protocol):
     def send_checkpoint_state(self, node: int, stage: int, request: StateRequest) -> None:
         """Send a node a slice of a stage's state from the checkpoint."""
 
+    def is_called(self, node: int) -> bool:
+        """Is it still being found out whether a connected node can be reached?"""
+
     def disconnect(self, node: int) -> None:
         """Drop the connection to a node that is lost."""
 

@@ -53,6 +53,8 @@ class Membership:
     members: dict[int, Member] = field(default_factory=dict)
     ids: Iterator[int] = field(default_factory=lambda: count(1))
     """Ids for orders that are answered later: no two of a run are the same."""
+    out_only: set[int] = field(default_factory=set)
+    """Members that call others and cannot be called."""
 
     def assign(self, node: int) -> int:
         """A new assignment id: answers to earlier orders of this node do not count any more."""
@@ -64,6 +66,7 @@ class Membership:
 
     def remove(self, node: int) -> None:
         del self.members[node]
+        self.out_only.discard(node)
 
     def name(self, node: int) -> str:
         return self.cluster.nodes[node].name

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import isinf
 from typing import TYPE_CHECKING
 
+from skippipe import constraints
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan, Stage
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
@@ -68,6 +69,25 @@ class Replanner:
         """All nodes of the plan are there; the first iteration may have paths of another length."""
         self._select_length(iteration, self.plan.stage_of)
         self._log_plan()
+
+    def avoid_apart(self, iteration: int) -> list[str]:
+        """Before the first iteration: make a plan in which no two nodes need each other that cannot meet. If there is
+        none, gives the names of two that hinder it."""
+        needed = sorted(map(sorted, self.estimator.apart() & _links(self.plan)))
+        if not needed:
+            return []
+        length, members = self.lengths.at(iteration), [stage.nodes for stage in self.plan.stages]
+        found = self._repair(length, members, self.plan.stage_of, self._cluster(self.env.now_ns()))
+        if found is None or self.estimator.apart() & _links(found):
+            return [self.membership.name(node) for node in needed[0]]
+        self.plan = found
+        self.lengths.renew(length, found)
+        self.estimator.replanned(found)
+        names = ", ".join(
+            f"'{self.membership.name(node)}'" for node in sorted({node for pair in needed for node in pair})
+        )
+        self.log_event("replanned", f"{names} only call out, and cannot reach each other: the plan does without")
+        return []
 
     def switch_length(self, iteration: int) -> bool:
         """Take the plan for another path length, if the schedule has one from this iteration on; whether it has."""
@@ -295,6 +315,12 @@ class Replanner:
     def _stage_holders(self, now_ns: int) -> tuple[frozenset[int], DownLinks]:
         held, down = self._placement(now_ns)
         return frozenset(node for node, _ in held), down
+
+
+def _links(plan: Plan) -> frozenset[frozenset[int]]:
+    """Pairs of nodes that send each other something."""
+    hops = {frozenset(pair) for lane in plan.lanes for pair in constraints.circle(lane.path)}
+    return frozenset(hops | {frozenset(pair) for stage in plan.stages for pair in stage.averaging.links})
 
 
 def _seconds(iteration_s: float) -> str:

@@ -17,7 +17,7 @@ from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.rendezvous import EndedNodes, Listener, poll_s
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.mailbox import Mailbox, Security
+from skippipe.transport.mailbox import OUT_ONLY, Mailbox, Security
 from skippipe.transport.message import Message, MessageKind, Received, StatePiece
 
 CLOSE_LINGER_S = 2.0  # for the last messages to leave
@@ -50,7 +50,9 @@ class CoordinatorServer:
         self._names = {number: node.name for number, node in enumerate(node_config.plan.cluster.nodes)}
         self._numbers = dict(node_config.plan.cluster.number)
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
-        self._listener = Listener(self._mailbox, self._numbers, publics, self._on_malformed)
+        self._listener = Listener(
+            self._mailbox, self._numbers, publics, self._on_malformed, self._on_reached, self._on_out_only
+        )
         self._disconnected: dict[str, tuple[float, str]] = {}
         """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""
         self._plan_json: tuple[Plan, dict[str, Any]] | None = None
@@ -114,9 +116,13 @@ class CoordinatorServer:
         except UserError:
             return False
         others = [other for other in listener.addresses if other != name]
-        if others:  # one that reconnects to a restarted coordinator gets no welcome, and they may have moved
-            self.send(node, PeerUpdate(listener.peer_addresses(others)))
+        # one that reconnects to a restarted coordinator gets no welcome, and they may have moved; and any message tells
+        # a node that it can be reached
+        self.send(node, PeerUpdate(listener.peer_addresses(others)))
         return True
+
+    def is_called(self, node: int) -> bool:
+        return self._listener.is_called(self._names[node])
 
     def disconnect(self, node: int) -> None:
         self._listener.disconnect(self._names[node], EXIT_MESSAGE_S)
@@ -166,6 +172,14 @@ class CoordinatorServer:
         control = self._listener.decode(received)
         if control is not None:
             machine.on_message(node, control)
+
+    def _on_reached(self, name: str) -> None:
+        assert self.machine is not None
+        self.machine.on_reach(self._numbers[name], None)
+
+    def _on_out_only(self, name: str, address: str) -> None:
+        assert self.machine is not None
+        self.machine.on_reach(self._numbers[name], "" if address == OUT_ONLY else address)
 
     def _on_malformed(self, name: str, what: str) -> None:
         assert self.machine is not None

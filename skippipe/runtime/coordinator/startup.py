@@ -39,8 +39,9 @@ class Startup:
 
     @property
     def missing(self) -> list[int]:
-        """Nodes of the plan that are not connected."""
-        return [node for node in sorted(self.replanner.plan.stage_of) if node not in self.membership]
+        """Nodes of the plan that are not connected, or of which it is not known yet whether they can be called."""
+        nodes = sorted(self.replanner.plan.stage_of)
+        return [node for node in nodes if node not in self.membership or self.env.is_called(node)]
 
     def joined(self, node: int, hello: Hello) -> None:
         if self.context.state is CoordinatorState.REJOINING:
@@ -48,7 +49,20 @@ class Startup:
             if not self.missing:
                 self.finish_rejoin()
         else:
-            self._prepare_if_complete()
+            self.prepare_if_complete()
+
+    def reach_known(self, node: int, unanswered: str | None) -> None:
+        """It is known whether a node can be called; if not, at which address nobody answers."""
+        joining = self.context.state is CoordinatorState.JOINING
+        if unanswered is None:
+            self.membership.out_only.discard(node)
+        else:
+            self.membership.out_only.add(node)
+            self.replanner.changed |= not joining
+            where = f" at {unanswered}" if unanswered else ""
+            self.context.log_event("joined", f"cannot be called{where}: it calls the others", node)
+        if joining and node in self.membership:
+            self.prepare_if_complete()
 
     def lost(self, node: int) -> None:
         self._hellos.pop(node, None)
@@ -82,9 +96,16 @@ class Startup:
         else:
             self.commits.restart("the coordinator was restarted")
 
-    def _prepare_if_complete(self) -> None:
+    def prepare_if_complete(self) -> None:
         """Once all nodes are connected they build their stages and, if the run is resumed, fetch the checkpoint."""
         if self.missing:
+            return
+        apart = self.replanner.avoid_apart(self.commits.current.number)
+        if apart:
+            self.context.fail(
+                f"nodes '{apart[0]}' and '{apart[1]}' can only call out, so they cannot reach each other, and the plan "
+                "needs it: make one of them reachable, or plan with a bandwidth of 0 between them"
+            )
             return
         self.context.enter(CoordinatorState.PREPARING)
         self.replanner.begin(self.commits.current.number)
@@ -126,4 +147,4 @@ class Startup:
             self.membership.add(node, MemberState.SPARE, -1, self.env.now_ns())
         self.commits.open(completed)
         self.context.enter(CoordinatorState.JOINING)
-        self._prepare_if_complete()
+        self.prepare_if_complete()

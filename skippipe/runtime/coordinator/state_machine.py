@@ -92,7 +92,7 @@ class Coordinator:
         self._gather = CheckpointGather(
             env, settings.checkpoint_every, -1 if resumed_from is None else resumed_from, ids
         )
-        estimator = ClusterEstimator(log.plan, plan.cluster, env.now_ns())
+        estimator = ClusterEstimator(log.plan, plan.cluster, env.now_ns(), membership.out_only)
         backup = EmbeddingBackup(recovery.backup_every if recovery.fault_tolerant else 0, membership, env, estimator)
         lengths = PathLengths(
             settings.skip_schedule, settings.iterations, log.visited, {**settings.plans, log.visited: log.plan}
@@ -225,6 +225,10 @@ class Coordinator:
     def on_malformed(self, node: int, what: str) -> None:
         """A node has sent a message that cannot be read; it is dropped."""
         self.log_event("refused", f"sends malformed messages, later ones are only counted: {what}", node)
+
+    def on_reach(self, node: int, unanswered: str | None) -> None:
+        """A node can be called; or it cannot: where it says it is nobody answers, or it has said so itself (empty)."""
+        self._startup.reach_known(node, unanswered)
 
     def _on_hello(self, node: int, hello: Hello) -> None:
         if hello.version != __version__:

@@ -3,8 +3,8 @@
 One thread handles messages and runs the state machine, another builds the executor and computes, and ZeroMQ's own
 threads send and receive: the three overlap, so a node sends heartbeats whatever it computes.
 
-Links to the peers that this node exchanges messages with are watched (`transport.link_keepalive`). If one is silent,
-the coordinator is told within a heartbeat; unless the coordinator is silent as well, for then it is this node that is
+Links to the peers that this node exchanges messages with are watched (`peer_links`). If one is silent, the coordinator
+is told within a heartbeat; unless the coordinator is silent as well, for then it is this node that is
 cut off.
 
 When the coordinator is gone, the node finishes what it can and waits for it to come back, at the same address or at
@@ -15,6 +15,7 @@ over.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections import Counter, deque
@@ -22,18 +23,22 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.heartbeat import HEARTBEATS, HELD_UP, LINK_DOWN, LINK_WATCHED, RESEND
+from skippipe.heartbeat import HEARTBEATS, RESEND
 from skippipe.runtime.fencing import NO_STAMP, Incarnation, stamp_of, stamped
 from skippipe.runtime.messages import (
     COORDINATOR,
+    CallBack,
     ControlMessage,
     Failed,
     Heartbeat,
     Hello,
     LinkDown,
     PeerUpdate,
+    RequestCallback,
     Reroute,
     Stop,
     TasksDone,
@@ -43,9 +48,11 @@ from skippipe.runtime.messages import (
 )
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThread
+from skippipe.runtime.node.peer_links import PeerLinks
+from skippipe.transport.callbacks import TOKEN_BYTES
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
-from skippipe.transport.mailbox import LossReason, Mailbox, NotConnected, QueueFull
+from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
 
 log = logging.getLogger(__name__)
@@ -53,6 +60,8 @@ THE_COORDINATOR = "coordinator"
 CLOSE_LINGER_S = 2.0
 LAST_OP_S = 10.0  # for a pass that is being computed when the node ends
 FIRST_HEARTBEAT_S = 1.0  # the heartbeat until the coordinator sends its own: a node with no stage must not seem silent
+CALLBACK_S = 5.0  # for the coordinator to reach a node at the address that it announces
+TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 RETRY_S = 2.0  # from one attempt to reach the coordinator to the next
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
@@ -80,6 +89,11 @@ class NodeAgent:
             depth=1024,
             trusted=THE_COORDINATOR,
         )
+        self._links = PeerLinks(self._mailbox, join_config.name)
+        self._secret = b""
+        """For streams to the coordinator; another one with every hello."""
+        self._calls_out = False
+        """The coordinator has not reached this node at its address before."""
         self._addresses = cycle(join_config.coordinator.split(","))
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {COORDINATOR: THE_COORDINATOR}
@@ -94,31 +108,20 @@ class NodeAgent:
 
     def _reset(self) -> None:
         self._stop_thread()
-        for name in self._names.values():
-            if name != THE_COORDINATOR:
-                self._mailbox.disconnect(name)
+        self._links.close()
+        self._links = PeerLinks(self._mailbox, self._join_config.name)
         self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._delayed = DelayQueue()
         self._machine: StateMachine | None = None
         self._welcome: Welcome | None = None
         """The assignment to the stage that is being built."""
-        self._peers: dict[str, tuple[str, str | None]] = {}
-        self._linked: dict[str, str] = {}
-        """Peer → the address that this node connects to."""
-        self._linked_at: dict[str, float] = {}
-        self._broken_since: dict[str, float] = {}
-        self._used_at: dict[str, float] = {}
-        """Peer → when this node last exchanged messages with it; only those that are watched."""
-        self._reported_at: dict[str, float] = {}
-        """Peer → when the coordinator was last told that the link is silent."""
-        self._blame_from = 0.0
-        """Until then this node was cut off or held up: silence of its peers counts from here."""
-        self._last_turn = time.monotonic()
         self._running = 0
         self._busy_since: float | None = None
         self._cut_off_since: float | None = None
         self._retry_at = 0.0
         self._heartbeat_at = 0.0
+        self._callable_from: float | None = None
+        """When this node begins to keep streams ready for the coordinator; none: it does, or need not."""
 
     def run(self) -> str:
         """Run until the coordinator stops the node; gives its reason, empty if all is well."""
@@ -148,14 +151,29 @@ class NodeAgent:
                 self._thread.join(LAST_OP_S)
 
     def _join_and_run(self) -> None:
-        self.send_control(self._hello())
+        self._say_hello()
         self._take_role(self._wait_for_welcome())
         while True:
             self._run_once()
 
-    def _hello(self) -> Hello:
+    def _say_hello(self) -> None:
+        """Announce this node. If the coordinator has not reached it in time, this node only calls out."""
         address = self._join_config.address or self._mailbox.address
-        return self._machine.hello(address, __version__) if self._machine else Hello(address, __version__)
+        hello = self._machine.hello(address, __version__) if self._machine else Hello(address, __version__)
+        self._secret = secrets.token_bytes(TOKEN_BYTES)
+        self._callable_from = time.monotonic() + (0.0 if self._calls_out or address == OUT_ONLY else CALLBACK_S)
+        self.send_control(msgspec.structs.replace(hello, callback=self._secret.hex()))
+
+    def _handle_callbacks(self) -> None:
+        if self._callable_from is not None and time.monotonic() >= self._callable_from:
+            self._callable_from, self._calls_out = None, True
+            self._mailbox.be_callable(self._coordinator, self._secret)
+        for request in self._mailbox.call_requests():
+            self.send_control(RequestCallback(request.peer, request.token, request.port))
+
+    def _call_back(self, control: CallBack) -> None:
+        if control.peer in self._numbers and TOKEN.fullmatch(control.token):
+            self._mailbox.answer(control.address.split(","), control.token)
 
     # NodeEnv
 
@@ -186,12 +204,12 @@ class NodeAgent:
     def _send(self, name: str, message: Message, due_ns: int = 0) -> None:
         """What cannot be sent counts as lost on the way: it is requested again, or the coordinator reroutes."""
         try:
-            self._connect(name)
+            self._links.connect(name)
             self._mailbox.send(name, message, due_ns)
         except (NotConnected, QueueFull) as error:
             log.warning("'%s' does not take messages: %s", name, type(error).__name__)
             if name != THE_COORDINATOR:
-                self._broken_since.setdefault(name, time.monotonic())
+                self._links.refused(name)
 
     def _fail(self, reason: str) -> str:
         self.send_control(Failed(reason))
@@ -212,7 +230,7 @@ class NodeAgent:
                 deadline = time.monotonic() + timeout_s
             elif "," in where and self._cut_off_since is None and time.monotonic() > self._retry_at:  # not met yet
                 self._connect_to_coordinator()
-                self.send_control(self._hello())
+                self._say_hello()
             self._send_heartbeat("waiting for a stage")
             wait_s = min(self._heartbeat_s / HEARTBEATS, deadline - time.monotonic())
             arrived = deque(self._mailbox.receive(wait_s))
@@ -228,7 +246,7 @@ class NodeAgent:
                 if isinstance(control, Stop):
                     if not control.again:
                         raise Stopped(control.reason)
-                    self.send_control(self._hello())
+                    self._say_hello()
             self._check_coordinator()
         raise Stopped(
             f"waited {timeout_s:g} s for the coordinator: no answer from {where}; is it started, and does a firewall "
@@ -269,34 +287,7 @@ class NodeAgent:
         return self._roles[kind](node_config, self._join_config, self)
 
     def _update_peers(self, peers: dict[str, Any]) -> None:
-        for name, found in peers.items():
-            address, public = found if isinstance(found, list) and len(found) == 2 else ("", None)
-            if name not in self._numbers or name == self._join_config.name or not isinstance(address, str):
-                continue
-            if self._peers.get(name, ("", None))[0] != address:
-                self._broken_since.pop(name, None)
-            self._peers[name] = address, public
-            if public is not None or self._join_config.security == "none":
-                self._mailbox.allow(name, public)
-            if self._linked.get(name, address) != address:  # it has moved
-                self._mailbox.disconnect(name)
-                del self._linked[name]
-
-    def _connect(self, name: str) -> None:
-        """Connect to a peer whose address is known, unless there is a connection."""
-        address, public = self._peers.get(name, ("", None))
-        if address and name not in self._linked:
-            self._mailbox.connect(name, address, public)
-            self._linked[name] = address
-            self._linked_at[name] = time.monotonic()
-
-    def _forget_peer(self, name: str) -> None:
-        """A peer is lost; if it comes back, the coordinator sends its address."""
-        self._mailbox.disconnect(name)
-        self._linked.pop(name, None)
-        self._broken_since.pop(name, None)
-        _, public = self._peers.get(name, ("", None))
-        self._peers[name] = "", public
+        self._links.update(peers, self._numbers)
 
     # The loop
 
@@ -349,15 +340,8 @@ class NodeAgent:
                 self.send_control(Heartbeat(doing, time.monotonic() - self._busy_since if self._busy_since else 0.0))
             if self._machine is not None:
                 self._machine.retry_requests(int(1e9 * RESEND * self._heartbeat_s))
-                self._watch_links()
-
-    def _watch_links(self) -> None:
-        """Watch the links to the coordinator and to the peers that this node exchanges messages with."""
-        assert self._machine is not None
-        now = time.monotonic()
-        recent = {name: at for name, at in self._used_at.items() if now < at + LINK_WATCHED * self._heartbeat_s}
-        self._used_at = recent | {self._names[other]: now for other in self._machine.active_peers()}
-        self._mailbox.watch({*self._used_at, THE_COORDINATOR}, self._heartbeat_s)
+                active = {self._names[other] for other in self._machine.active_peers()}
+                self._links.watch(active, THE_COORDINATOR, self._heartbeat_s)
 
     def _coordinator_silent_since(self) -> float | None:
         """Since when the coordinator does not answer; None if it does, or never has: it may be busy planning."""
@@ -379,13 +363,15 @@ class NodeAgent:
             self._take_role(control)
         elif isinstance(control, PeerUpdate):
             self._update_peers(control.peers)
+        elif isinstance(control, CallBack):
+            self._call_back(control)
         else:
             self._machine.handle_control(control)
             if isinstance(control, Reroute):
                 for gone in control.gone:
-                    self._forget_peer(self._names[gone])
+                    self._links.forget(self._names[gone])
             for other in self._machine.active_peers():
-                self._connect(self._names[other])
+                self._links.connect(self._names[other])
 
     def _control(self, received: Received) -> ControlMessage | None:
         """The control message; None if it cannot be read, which is counted, or if it is of the coordinator's past."""
@@ -401,30 +387,20 @@ class NodeAgent:
         if received.peer == THE_COORDINATOR and not self._incarnation.accepts(stamp_of(received.message)):
             log.debug("dropped a %s of the coordinator that is of the past", type(control).__name__)
             return None
+        if received.peer == THE_COORDINATOR and not self._calls_out:
+            self._callable_from = None  # it has reached this node
         return control
 
     def _check_peers(self) -> None:
         """Report connections that stay broken or do not come about, and links that are silent."""
-        assert self._machine is not None
-        now, silent = time.monotonic(), self._mailbox.silent
-        held_up, self._last_turn = now > self._last_turn + HELD_UP * self._heartbeat_s, now
-        if held_up or self._cut_off_since is not None or self._coordinator_silent_since() is not None:
-            self._blame_from = now
-        waited_for = {name: self._linked_at[name] for name in self._linked.keys() - self._mailbox.connected}
-        for name, since in (waited_for | self._broken_since).items():
-            if name in self._mailbox.connected:
-                del self._broken_since[name]
-                self._machine.reconnected(self._numbers[name])
-            elif now > max(since, self._blame_from) + self._heartbeat_s:
-                if name in self._broken_since:
-                    self._broken_since[name] = now  # to report it again, if nothing was done about it
-                self._linked_at[name] = now
-                self._report_link(name)
-        for name in silent.keys() & self._linked.keys() & self._mailbox.connected:
-            since = max(silent[name], self._reported_at.get(name, 0.0), self._blame_from)
-            if now > since + (LINK_DOWN if name in self._mailbox.watched else 1.0) * self._heartbeat_s:
-                self._reported_at[name] = now
-                self._report_link(name)
+        machine = self._machine
+        assert machine is not None
+        self._links.check(
+            self._heartbeat_s,
+            cut_off=self._cut_off_since is not None or self._coordinator_silent_since() is not None,
+            reconnected=lambda name: machine.reconnected(self._numbers[name]),
+            report=self._report_link,
+        )
 
     def _report_link(self, name: str) -> None:
         assert self._machine is not None
@@ -432,12 +408,10 @@ class NodeAgent:
             self.send_control(LinkDown(self._numbers[name], self._machine.epoch))
 
     def _check_coordinator(self) -> None:
+        self._handle_callbacks()
         for lost in self._mailbox.lost():
             if lost.peer != THE_COORDINATOR:
-                log.info("connection to '%s': %s", lost.peer, lost.reason)
-                if lost.reason in (LossReason.REFUSED, LossReason.FOREIGN):
-                    self._linked.pop(lost.peer, None)
-                self._broken_since.setdefault(lost.peer, time.monotonic())
+                self._links.lost(lost)
             elif lost.reason is LossReason.DISCONNECTED:
                 self._await_stop()
                 self._cut_off_since = self._cut_off_since or time.monotonic()
@@ -458,7 +432,7 @@ class NodeAgent:
         waited_s = time.monotonic() - self._cut_off_since
         if THE_COORDINATOR in self._mailbox.connected:
             self._cut_off_since = None
-            self.send_control(self._hello())
+            self._say_hello()
         elif waited_s > self._join_config.coordinator_timeout.total_seconds():
             raise Stopped(f"{self._explain_loss(LossReason.DISCONNECTED)}, for {waited_s:.0f} s now")
         elif time.monotonic() > self._retry_at:

@@ -114,6 +114,9 @@ class _CoordinatorEnv(Callback):
         self.fence.joined(node)
         return True
 
+    def is_called(self, node: int) -> bool:  # noqa: ARG002
+        return False
+
     def disconnect(self, node: int) -> None:
         self.fence.left(node)
 

@@ -1,0 +1,438 @@
+"""Callbacks: streams that the receiver of messages opens, for peers that cannot call it.
+
+A node behind a router can call others and cannot be called. So whoever has messages for it gets a stream that this node
+has opened, and ZeroMQ's connections run through that stream: keys, admission, encryption, fast paths and the watch over
+links are the same as on a direct connection, only another side has dialled.
+
+    caller   has messages for a peer that it cannot dial. ZeroMQ connects to a port on loopback here, and this is
+             joined to a stream from the peer. It waits CALL_S for one, then ZeroMQ tries again
+    callee   dials, shows a token, and waits; a stream that is taken into use is joined to a port of its own mailbox
+
+A stream begins with MAGIC and a token of the callee, an ACCEPTED of the caller, and the port at which the callee's
+mailbox listens (0: the one for messages; others only for its fast paths) when it is taken into use. Tokens are made
+known under CURVE before, to one peer, and are good once: an eavesdropper who reads one comes too late. With a stream of
+its own it would gain nothing but to disturb, for what travels there is encrypted end to end.
+
+The caller takes streams at a port of its own, from the first time that it needs one. Between nodes a third party passes
+the token on, and the port. A node that is to be called by its coordinator, of which it knows the address alone, tries
+the ports that go with it (`callback_ports`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+
+from skippipe.errors import UserError
+from skippipe.transport.addresses import callback_ports, join_address, split_address
+from skippipe.transport.streams import StreamLoop, dial, set_options
+
+MAGIC = b"SKPC"
+TOKEN_BYTES = 32
+PREFACE = struct.Struct(f"<4s{TOKEN_BYTES}s")
+PORT = struct.Struct("<H")
+ACCEPTED = b"\x01"
+PREFACE_S = 5.0  # for the first bytes of a stream
+CALL_S = 10.0  # for a stream from the peer, and for its use
+REQUEST_AGAIN_S = 1.0  # from one request for a stream to the next
+PARK_AGAIN_S = (0.05, 2.0)  # before a node dials again: at first, and at most
+AHEAD = 16  # tokens of a series that are known in advance
+MOST_STRANGERS = 64  # streams whose token is not known (yet), and those that have not shown any
+BACKLOG = 128
+
+Place = tuple[str, int]
+log = logging.getLogger(__name__)
+
+
+def token_of(secret: bytes, index: int) -> bytes:
+    """Token of a series; one alone does not tell the others."""
+    return hashlib.sha256(b"skippipe, a stream" + secret + index.to_bytes(8, "little")).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class CallRequest:
+    """A peer is to dial this node, at this port, and to show the token."""
+
+    peer: str
+    token: str
+    port: int
+
+
+class Callbacks:
+    """The streams of one mailbox, on both sides. Public methods are for the mailbox's thread."""
+
+    def __init__(self, name: str, wake: Callable[[], None], local: Callable[[int], Place | None]) -> None:
+        """`local` gives the address of a port of the mailbox, if it may be called; in the loop's thread."""
+        self._loop = StreamLoop(name)
+        self._wake = wake
+        self._local = local
+        self._requests: deque[CallRequest] = deque()
+        self._port = 0
+        """Where streams are taken; 0: nowhere."""
+        self._ports: dict[str, dict[int, socket.socket]] = defaultdict(dict)
+        """Peer → port there → the listener on loopback for it."""
+        # the rest belongs to the loop's thread
+        self._expected: dict[bytes, tuple[str, int]] = {}
+        """Token → the peer that shows it, and its number in a series; −1: it is not of one."""
+        self._series: dict[str, bytes] = {}
+        self._strangers: dict[bytes, socket.socket] = {}
+        self._unread: set[socket.socket] = set()
+        self._idle: dict[str, list[socket.socket]] = defaultdict(list)
+        self._waiting: dict[str, deque[tuple[socket.socket, int]]] = defaultdict(deque)
+        """Peer → ZeroMQ's connections that wait for a stream, and the port that they are for."""
+        self._parking = 0
+        self._parked: socket.socket | None = None
+        self._numbers = count(1)
+
+    # The caller
+
+    def listen(self, address: str) -> None:
+        """Take streams at a port that goes with this address, the mailbox's own; or at any, for peers who are told."""
+        host, port = split_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
+        for each in (*callback_ports(port), 0):
+            with suppress(OSError):
+                listening = socket.create_server((host, each), family=family, backlog=BACKLOG, dualstack_ipv6=both)
+                break
+        else:
+            log.error("%s: no port is free for nodes that only call out; they cannot be reached from here", host)
+            return
+        listening.setblocking(False)
+        self._port = int(listening.getsockname()[1])
+        self._loop.call(
+            lambda: self._loop.watch(listening, selectors.EVENT_READ, lambda: self._accept(listening, self._greet))
+        )
+
+    def place_of(self, peer: str, port: int) -> Place:
+        """Where to connect to, instead of a port of the peer; of others than 0 only the last one asked for stays."""
+        ports = self._ports[peer]
+        if port not in ports:
+            for old in [each for each in ports if each and port]:
+                self._forget(ports.pop(old))
+            listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+            listening.setblocking(False)
+            ports[port] = listening
+
+            def begin() -> None:
+                self._loop.watch(
+                    listening,
+                    selectors.EVENT_READ,
+                    lambda: self._accept(listening, lambda stream: self._wait(peer, stream, port)),
+                )
+
+            self._loop.call(begin)
+        return str(ports[port].getsockname()[0]), int(ports[port].getsockname()[1])
+
+    def release(self, peer: str, linger_s: float) -> None:
+        """ZeroMQ does not connect to this peer any more, or only for so long; connections that stand end by
+        themselves."""
+        listeners = list(self._ports.pop(peer, {}).values())
+
+        def forget() -> None:
+            for listening in listeners:
+                self._loop.drop(listening)
+
+        def end() -> None:
+            forget()
+            for stream, _ in self._waiting.pop(peer, ()):
+                self._loop.drop(stream)
+
+        self._loop.call((lambda: self._loop.after(linger_s, forget)) if linger_s else end)
+
+    def expect_series(self, peer: str, secret: bytes) -> None:
+        """The peer dials by itself, with tokens of this series, and always has one stream ready."""
+
+        def begin() -> None:
+            if self._series.get(peer) == secret:
+                return  # some tokens of it are used
+            self._forget_tokens(peer)
+            self._series[peer] = secret
+            for index in range(AHEAD):
+                self._expect(peer, token_of(secret, index), index)
+
+        self._loop.call(begin)
+
+    def forbid(self, peer: str) -> None:
+        """Take no streams of this peer any more."""
+
+        def end() -> None:
+            self._forget_tokens(peer)
+            for stream in self._idle.pop(peer, ()):
+                self._loop.drop(stream)
+
+        self._loop.call(end)
+
+    def take_requests(self) -> list[CallRequest]:
+        """Callbacks that are wanted since the last call; whoever uses the mailbox has to pass them on."""
+        found = []
+        while self._requests:
+            found.append(self._requests.popleft())
+        return found
+
+    # The callee
+
+    def park(self, address: str, secret: bytes) -> None:
+        """From now on always have one stream ready at that mailbox; the one that was ready before is closed."""
+        host, port = split_address(address)
+        addresses = [join_address(host, each) for each in callback_ports(port)]
+
+        def begin() -> None:
+            self._parking = next(self._numbers)
+            if self._parked is not None:
+                self._loop.drop(self._parked)
+                self._parked = None
+            self._park(self._parking, addresses, secret, 0, PARK_AGAIN_S[0])
+
+        self._loop.call(begin)
+
+    def answer(self, addresses: Sequence[str], token: bytes) -> None:
+        """Dial, once, for a peer that has asked for it."""
+        self._dial(addresses, token, lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S))
+
+    def close(self, linger_s: float) -> None:
+        self._loop.close(linger_s)
+
+    # In the loop's thread: the caller
+
+    def _accept(self, listening: socket.socket, then: Callable[[socket.socket], None]) -> None:
+        with suppress(OSError):
+            stream, _ = listening.accept()
+            set_options(stream)
+            then(stream)
+
+    def _forget(self, listening: socket.socket) -> None:
+        self._loop.call(lambda: self._loop.drop(listening))
+
+    def _greet(self, stream: socket.socket) -> None:
+        """Find out what a new stream is."""
+        if len(self._unread) >= MOST_STRANGERS:
+            self._loop.drop(self._unread.pop())
+        self._unread.add(stream)
+        self._loop.after(PREFACE_S, lambda: self._give_up(stream))
+        came = bytearray()
+        self._loop.watch(stream, selectors.EVENT_READ, lambda: self._read_preface(stream, came))
+
+    def _give_up(self, stream: socket.socket) -> None:
+        if stream in self._unread:
+            self._unread.discard(stream)
+            self._loop.drop(stream)
+
+    def _read_preface(self, stream: socket.socket, came: bytearray) -> None:
+        try:
+            piece = stream.recv(PREFACE.size - len(came))
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError:
+            piece = b""
+        came += piece
+        if not piece or not MAGIC.startswith(bytes(came[: len(MAGIC)])):
+            self._give_up(stream)
+        elif len(came) == PREFACE.size:
+            self._unread.discard(stream)
+            self._loop.watch(stream, 0, _nothing)
+            self._show(stream, bytes(came[len(MAGIC) :]))
+
+    def _show(self, stream: socket.socket, token: bytes) -> None:
+        """A stream shows a token: it is expected, or may be in a moment, for that comes over another connection."""
+        if token in self._expected:
+            self._admit(stream, token)
+        elif token in self._strangers or len(self._strangers) >= MOST_STRANGERS:
+            self._loop.drop(stream)
+        else:
+            self._strangers[token] = stream
+            self._loop.after(PREFACE_S, lambda: self._forget_stranger(token, stream))
+
+    def _forget_stranger(self, token: bytes, stream: socket.socket) -> None:
+        if self._strangers.get(token) is stream:
+            del self._strangers[token]
+            self._loop.drop(stream)
+
+    def _expect(self, peer: str, token: bytes, index: int = -1) -> None:
+        self._expected[token] = peer, index
+        stream = self._strangers.pop(token, None)
+        if stream is not None:
+            self._admit(stream, token)
+
+    def _admit(self, stream: socket.socket, token: bytes) -> None:
+        peer, index = self._expected.pop(token)
+        if index >= 0:
+            self._expect(peer, token_of(self._series[peer], index + AHEAD), index + AHEAD)
+        try:
+            stream.send(ACCEPTED)
+        except OSError:
+            self._loop.drop(stream)
+            return
+        self._keep(peer, stream)
+
+    def _keep(self, peer: str, stream: socket.socket) -> None:
+        """A stream of a peer is ready for use."""
+        self._idle[peer].append(stream)
+        self._loop.watch(stream, selectors.EVENT_READ, lambda: self._spoil(peer, stream))
+        self._match(peer)
+
+    def _spoil(self, peer: str, stream: socket.socket) -> None:
+        """A stream that is not in use has ended, or says what it has no business to say."""
+        with suppress(ValueError):
+            self._idle[peer].remove(stream)
+        self._loop.drop(stream)
+
+    def _wait(self, peer: str, stream: socket.socket, port: int) -> None:
+        """ZeroMQ has connected, and a stream of the peer is needed."""
+        self._waiting[peer].append((stream, port))
+        self._loop.after(CALL_S, lambda: self._wait_no_more(peer, stream, port))
+        self._match(peer)
+        if peer not in self._series:
+            self._request(peer, stream, port)
+
+    def _request(self, peer: str, stream: socket.socket, port: int) -> None:
+        """Have the peer dial, again and again while it has not: it may not have been there."""
+        if (stream, port) not in self._waiting[peer]:
+            return
+        token = secrets.token_bytes(TOKEN_BYTES)
+        self._expect(peer, token)
+        self._loop.after(CALL_S, lambda: self._expected.pop(token, None))
+        self._requests.append(CallRequest(peer, token.hex(), self._port))
+        self._wake()
+        self._loop.after(REQUEST_AGAIN_S, lambda: self._request(peer, stream, port))
+
+    def _wait_no_more(self, peer: str, stream: socket.socket, port: int) -> None:
+        with suppress(ValueError):
+            self._waiting[peer].remove((stream, port))
+            self._loop.drop(stream)
+
+    def _match(self, peer: str) -> None:
+        while self._waiting[peer] and self._idle[peer]:
+            inner, port = self._waiting[peer].popleft()
+            outer = self._idle[peer].pop()  # the newest: others may be of the past
+            self._loop.watch(outer, 0, _nothing)
+            self._loop.join(inner, outer, to_right=PORT.pack(port))
+
+    def _forget_tokens(self, peer: str) -> None:
+        self._series.pop(peer, None)
+        for token in [token for token, (whose, _) in self._expected.items() if whose == peer]:
+            del self._expected[token]
+
+    # In the loop's thread: the callee
+
+    def _dial(
+        self,
+        addresses: Sequence[str],
+        token: bytes,
+        then: Callable[[socket.socket], None],
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Dial and show the token, in a thread of its own: to look up a name blocks."""
+
+        def run() -> None:
+            try:
+                stream = dial(addresses)
+                stream.send(PREFACE.pack(MAGIC, token))
+            except (OSError, UserError) as error:
+                log.debug("no callback to %s: %s", ", ".join(addresses), error)
+                self._loop.call(failed)
+            else:
+                self._loop.call(lambda: then(stream))
+
+        threading.Thread(target=run, name="dial", daemon=True).start()
+
+    def _park(self, number: int, addresses: list[str], secret: bytes, index: int, wait_s: float) -> None:
+        """Dial the first of the addresses; the next time, if it does not accept this stream, the other one."""
+
+        def again(index: int, wait_s: float, *, same: bool = False) -> None:
+            others = addresses if same else [*addresses[1:], addresses[0]]
+            self._loop.after(
+                wait_s, lambda: self._park(number, others, secret, index, min(2 * wait_s, PARK_AGAIN_S[1]))
+            )
+
+        def dialled(stream: socket.socket) -> None:
+            if number != self._parking:
+                stream.close()
+                return
+            accepted = False
+
+            def on_accepted() -> None:
+                nonlocal accepted
+                accepted = True
+
+            def over() -> None:
+                if number == self._parking and self._parked is stream:
+                    self._parked = None
+                    again(index + accepted, PARK_AGAIN_S[0] if accepted else wait_s, same=accepted)
+
+            self._parked = stream
+            self._await(stream, on_accepted, over)
+
+        if number == self._parking:
+            self._dial(addresses[:1], token_of(secret, index), dialled, lambda: again(index, wait_s))
+
+    def _await(
+        self,
+        stream: socket.socket,
+        on_accepted: Callable[[], None],
+        over: Callable[[], None],
+        use_s: float | None = None,
+    ) -> None:
+        """Wait until the caller accepts a stream, which it has CALL_S for, and takes it into use, for which it has that
+        long or any time. Then `over` is called, as when the stream ends."""
+        came = bytearray()
+        pending = True
+
+        def end(*, keep: bool = False) -> None:
+            nonlocal pending
+            if pending:
+                pending = False
+                self._loop.watch(stream, 0, _nothing)
+                if not keep:
+                    self._loop.drop(stream)
+                over()
+
+        def read() -> None:
+            before = len(came)
+            try:
+                came.extend(stream.recv(len(ACCEPTED) + PORT.size - before))
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                pass
+            if len(came) == before or came[: len(ACCEPTED)] != ACCEPTED:
+                end()
+                return
+            if not before:
+                on_accepted()
+            if len(came) == len(ACCEPTED) + PORT.size:
+                end(keep=True)
+                self._serve(stream, PORT.unpack(came[len(ACCEPTED) :])[0])
+
+        self._loop.watch(stream, selectors.EVENT_READ, read)
+        self._loop.after(CALL_S, lambda: None if came and use_s is None else end())
+
+    def _serve(self, stream: socket.socket, port: int) -> None:
+        """A stream is taken into use: join it to the port of the mailbox that the caller wants."""
+        where = self._local(port)
+        if where is None:
+            log.debug("a callback wants port %d, which is not one of the mailbox's", port)
+            self._loop.drop(stream)
+            return
+
+        def connected(inner: socket.socket | None) -> None:
+            if inner is None:
+                self._loop.drop(stream)
+            else:
+                self._loop.join(stream, inner)
+
+        self._loop.connect(where, connected)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,334 @@
+"""TCP streams that one thread joins in pairs: what one end sends, the other gets, byte for byte.
+
+Nothing here knows what the bytes mean. Each direction has one buffer; while it is full, nothing more is read, so a slow
+receiver slows its sender down as if they were connected directly. All sockets are non-blocking, and all callbacks run
+in the loop's thread; only `call` and `close` are for other threads.
+"""
+
+from __future__ import annotations
+
+import errno
+import heapq
+import logging
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import TypeAlias
+
+from skippipe.transport.addresses import CONNECT_S, KEEPALIVE_S, UNANSWERED_S, split_address
+
+BUFFER_BYTES = 2**19
+HALF_CLOSED_S = 5.0  # for the other direction, when one has ended
+CLOSE_S = 2.0  # for the thread to end when it was told to
+RACE_S = 0.1  # that an address has before the next one is tried beside it
+
+Handler: TypeAlias = Callable[[], object]
+Meter: TypeAlias = Callable[[int], float]
+"""Is told how many bytes have come, and gives the seconds until more may be read."""
+
+log = logging.getLogger(__name__)
+
+
+def dial(addresses: Sequence[str], timeout_s: float = CONNECT_S) -> socket.socket:
+    """A connection to the first of some addresses (host:port) that answers. All that their names stand for, IPv6 and
+    IPv4, are tried side by side; OSError if none answers in time."""
+    deadline = time.monotonic() + timeout_s
+    failure: OSError = TimeoutError(f"no answer within {timeout_s:g} s")
+    waiting: deque[tuple[int, tuple[object, ...]]] = deque()
+    for address in addresses:
+        host, port = split_address(address)
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            failure = error
+            continue
+        waiting.extend((family, where) for family, _, _, _, where in found)
+    with selectors.DefaultSelector() as selector:
+        try:
+            while waiting or selector.get_map():
+                if waiting:
+                    family, where = waiting.popleft()
+                    attempt = socket.socket(family, socket.SOCK_STREAM)
+                    attempt.setblocking(False)
+                    if attempt.connect_ex(where) in (0, errno.EINPROGRESS):
+                        selector.register(attempt, selectors.EVENT_WRITE)
+                    else:
+                        attempt.close()
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    break
+                for key, _ in selector.select(min(left_s, RACE_S) if waiting else left_s):
+                    attempt = key.fileobj  # type: ignore[assignment]
+                    selector.unregister(attempt)
+                    code = attempt.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if not code:
+                        set_options(attempt)
+                        return attempt
+                    failure = OSError(code, errno.errorcode.get(code, str(code)))
+                    attempt.close()
+        finally:
+            for key in list(selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+    raise failure
+
+
+def set_options(stream: socket.socket) -> None:
+    """No delay, and the same keepalive as ZeroMQ's sockets have (see `addresses.keep_alive`)."""
+    stream.setblocking(False)
+    options = {"TCP_KEEPIDLE": KEEPALIVE_S[0], "TCP_KEEPINTVL": KEEPALIVE_S[1], "TCP_KEEPCNT": KEEPALIVE_S[2]}
+    with suppress(OSError):  # it is gone already
+        stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in {**options, "TCP_USER_TIMEOUT": 1000 * UNANSWERED_S}.items():
+            if hasattr(socket, name):
+                stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class StreamLoop:
+    """The thread, its sockets and its timers."""
+
+    def __init__(self, name: str) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._calls: deque[Handler] = deque()
+        self._timers: list[tuple[float, int, Handler]] = []
+        self._numbers = count()
+        self._joins: set[Join] = set()
+        self._closing_at: float | None = None
+        self._closed = False
+        self._woken, self._wakes = socket.socketpair()
+        self._woken.setblocking(False)
+        self._wakes.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
+        self._thread = threading.Thread(target=self._run, name=f"streams of {name}", daemon=True)
+        self._thread.start()
+
+    def call(self, what: Handler) -> None:
+        """Have something done in the loop's thread. From any thread; nothing is done once the loop is closed."""
+        self._calls.append(what)
+        with suppress(OSError):  # full: it is going to look anyway
+            self._wakes.send(b"!")
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """End the thread; streams that still carry something get that long to finish."""
+        self.call(lambda: self._begin_to_close(linger_s))
+        self._thread.join(linger_s + CLOSE_S)
+
+    # In the loop's thread
+
+    def watch(self, stream: socket.socket, events: int, handler: Handler) -> None:
+        """Call the handler whenever the stream is ready for these events; none: not any more."""
+        known = stream.fileno() >= 0 and stream in self._selector.get_map()
+        if events and known:
+            self._selector.modify(stream, events, handler)
+        elif events and stream.fileno() >= 0:
+            self._selector.register(stream, events, handler)
+        elif known:
+            self._selector.unregister(stream)
+
+    def drop(self, stream: socket.socket) -> None:
+        """Close a stream, wherever it is watched."""
+        self.watch(stream, 0, _nothing)
+        stream.close()
+
+    def after(self, seconds: float, what: Handler) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), what))
+
+    def connect(self, where: tuple[str, int], then: Callable[[socket.socket | None], None]) -> None:
+        """Connect to a numeric address of this machine; None if there is no answer within CONNECT_S."""
+        stream = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET, socket.SOCK_STREAM)
+        set_options(stream)
+        pending = True
+
+        def done(*, too_late: bool = False) -> None:
+            nonlocal pending
+            if pending:
+                pending = False
+                self.watch(stream, 0, _nothing)
+                if too_late or stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    stream.close()
+                    then(None)
+                else:
+                    then(stream)
+
+        if stream.connect_ex(where) not in (0, errno.EINPROGRESS):
+            done(too_late=True)
+            return
+        self.watch(stream, selectors.EVENT_WRITE, done)
+        self.after(CONNECT_S, lambda: done(too_late=True))
+
+    def join(
+        self,
+        left: socket.socket,
+        right: socket.socket,
+        *,
+        to_left: bytes = b"",
+        to_right: bytes = b"",
+        meter: Meter | None = None,
+        ended: Handler | None = None,
+    ) -> Join:
+        """Join two streams; each first gets the bytes that are given here."""
+        joined = Join(self, left, right, meter, ended or _nothing)
+        self._joins.add(joined)
+        joined.start(to_left, to_right)
+        return joined
+
+    def ended(self, joined: Join) -> None:
+        self._joins.discard(joined)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                for key, _ in self._selector.select(self._wait_s()):
+                    if self._selector.get_map().get(key.fd) is key:  # not if an earlier handler has closed it
+                        self._guarded(key.data)
+                while self._calls:
+                    self._guarded(self._calls.popleft())
+                while self._timers and self._timers[0][0] <= time.monotonic():
+                    self._guarded(heapq.heappop(self._timers)[2])
+                closing = self._closing_at
+                self._closed = closing is not None and (not self._joins or time.monotonic() >= closing)
+        finally:
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            for joined in list(self._joins):
+                joined.close()
+            self._wakes.close()
+            self._selector.close()
+
+    def _guarded(self, handler: Handler) -> None:
+        try:
+            handler()
+        except Exception:
+            log.exception("a stream is given up")
+
+    def _wait_s(self) -> float | None:
+        moments = [self._timers[0][0]] if self._timers else []
+        if self._closing_at is not None:
+            moments.append(self._closing_at)
+        return max(0.0, min(moments) - time.monotonic()) if moments else None
+
+    def _drain(self) -> None:
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+
+    def _begin_to_close(self, linger_s: float) -> None:
+        self._closing_at = time.monotonic() + linger_s
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Direction:
+    """Bytes on their way from one stream to the other."""
+
+    def __init__(self, source: socket.socket, target: socket.socket) -> None:
+        self.source, self.target = source, target
+        self.buffer = memoryview(bytearray(BUFFER_BYTES))
+        self.start = self.end = 0
+        self.paused = False
+        self.over = False
+        """The source sends nothing more."""
+        self.shut = False
+        """And the target has been told so."""
+
+    @property
+    def pending(self) -> bool:
+        return self.start < self.end
+
+    @property
+    def reads(self) -> bool:
+        return not (self.pending or self.paused or self.over)
+
+
+class Join:
+    """Two streams, joined until both have ended or either breaks."""
+
+    def __init__(
+        self, loop: StreamLoop, left: socket.socket, right: socket.socket, meter: Meter | None, ended: Handler
+    ) -> None:
+        self._loop = loop
+        self._meter = meter
+        self._ended = ended
+        self._closed = False
+        self._events: dict[socket.socket, int] = {}
+        there, back = _Direction(left, right), _Direction(right, left)
+        self._ways = (there, back)
+        self._from = {left: there, right: back}
+        self._to = {right: there, left: back}
+
+    def start(self, to_left: bytes, to_right: bytes) -> None:
+        for way, first in zip(self._ways, (to_right, to_left), strict=True):
+            way.buffer[: len(first)] = first
+            way.end = len(first)
+            if first:
+                self._guarded(self._send, way)
+        self._update()
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            for stream in self._from:
+                self._loop.drop(stream)
+            self._loop.ended(self)
+            self._ended()
+
+    def _ready(self, stream: socket.socket) -> None:
+        if self._to[stream].pending:
+            self._guarded(self._send, self._to[stream])
+        if not self._closed and self._from[stream].reads:
+            self._guarded(self._receive, self._from[stream])
+        if not self._closed:
+            self._update()
+
+    def _guarded(self, step: Callable[[_Direction], None], way: _Direction) -> None:
+        try:
+            step(way)
+        except (BlockingIOError, InterruptedError):
+            pass
+        except OSError:
+            self.close()
+
+    def _receive(self, way: _Direction) -> None:
+        size = way.source.recv_into(way.buffer)
+        if not size:
+            way.over = True
+            self._shut(way)
+            return
+        way.start, way.end = 0, size
+        if self._meter is not None and (wait_s := self._meter(size)) > 0:
+            way.paused = True
+            self._loop.after(wait_s, lambda: self._resume(way))
+        self._send(way)
+
+    def _send(self, way: _Direction) -> None:
+        way.start += way.target.send(way.buffer[way.start : way.end])
+
+    def _shut(self, way: _Direction) -> None:
+        way.shut = True
+        way.target.shutdown(socket.SHUT_WR)
+        if all(each.shut for each in self._ways):
+            self.close()
+        else:
+            self._loop.after(HALF_CLOSED_S, self.close)
+
+    def _resume(self, way: _Direction) -> None:
+        way.paused = False
+        if not self._closed:
+            self._update()
+
+    def _update(self) -> None:
+        """Wait for what can happen next with each stream."""
+        for stream, way in self._from.items():
+            if self._closed:
+                return
+            writes = self._to[stream].pending
+            wanted = selectors.EVENT_READ * way.reads | selectors.EVENT_WRITE * writes
+            if self._events.get(stream, 0) != wanted:
+                self._events[stream] = wanted
+                self._loop.watch(stream, wanted, lambda stream=stream: self._ready(stream))  # type: ignore[misc]
