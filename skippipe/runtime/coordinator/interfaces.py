@@ -137,6 +137,9 @@ EventKind = Literal[
     "drill",
     "ending",
     "storage",
+    "admitted",
+    "revoked",
+    "checked",
 ]
 
 StopRequests = Callable[[], int]

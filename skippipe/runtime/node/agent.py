@@ -7,9 +7,8 @@ Links to the peers that this node exchanges messages with are watched (`transpor
 the coordinator is told within a heartbeat; unless the coordinator is silent as well, for then it is this node that is
 cut off.
 
-When the coordinator is gone, the node finishes what it can and waits for it to come back, at the same address or at
-another one of its list. A node that the coordinator has declared dead by mistake announces itself again and starts
-over.
+When the coordinator is gone, the node finishes what it can and waits for it to come back, here or at another address
+of its list. A node that it has declared dead by mistake announces itself again and starts over.
 """
 
 from __future__ import annotations
@@ -276,8 +275,8 @@ class NodeAgent:
             if self._peers.get(name, ("", None))[0] != address:
                 self._broken_since.pop(name, None)
             self._peers[name] = address, public
-            if public is not None or self._join_config.security == "none":
-                self._mailbox.allow(name, public)
+            admitted = public is not None or self._join_config.security == "none"  # else its key was revoked
+            self._mailbox.allow(name, public) if admitted else self._mailbox.forbid(name)
             if self._linked.get(name, address) != address:  # it has moved
                 self._mailbox.disconnect(name)
                 del self._linked[name]
