@@ -362,14 +362,27 @@ def report(machine: Examined, findings: list[Finding]) -> None:
                 return
 
 
+def _check_listening(listen: str) -> None:
+    """UserError if this machine cannot listen there: that is known before anybody is waited for."""
+    host, port = split_address(listen)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UserError(f"{listen}: cannot listen there: {why}; choose another port, or 0 for any") from None
+
+
 def check_at_join(machine: Examined, patience_s: float, say: Callable[[str], None]) -> None:
     """Examine a machine in brief once the coordinator is there: it notes the findings, and `say` gets what is not as it
     should be. UserError if the node could not take part. A coordinator that admits nobody is not asked."""
+    _check_listening(listen_address(machine.listen, machine.addresses[0], machine.address))
     deadline = time.monotonic() + patience_s
     ports = [admission_address(each) for each in machine.addresses]
+    looks = 2  # at a coordinator that listens: its admission begins a moment later
     while True:
         up = {each.address for each in reach_all([*ports, *machine.addresses], REACH_IN_BRIEF_S) if not each.failure}
-        if up:
+        looks -= bool(up)
+        if up.intersection(ports) or not looks:
             break
         if time.monotonic() > deadline:
             raise UserError(

@@ -269,9 +269,7 @@ class AdmissionServer:
     def _enrol(self, name: str, invitation: str, address: str, request: Enrol) -> AnyReply:
         why = ""
         if request.version != __version__:
-            why = (
-                f"skippipe {plain(request.version)[:20]} here, {__version__} at the coordinator: use one version"
-            )
+            why = f"skippipe {plain(request.version)[:20]} here, {__version__} at the coordinator: use one version"
         elif not Z85_KEY.fullmatch(request.public):
             why = "the new key is none"
         else:
