@@ -60,7 +60,7 @@ CALL_S = 3.0  # for a connection back to a node
 MOST_CALLS = 4  # at once
 MOST_QUEUED = 64
 MINUTE_S = 60.0
-MOST_A_MINUTE: dict[type, int] = {Enrol: 20, Check: 60, Call: 12, Piece: 256, Report: 12, RevokedKey: 3}
+MOST_A_MINUTE: dict[type, int] = {Enrol: 20, Check: 60, Call: 12, Piece: 512, Report: 12, RevokedKey: 3}
 """Requests of one key, and connections with one that was revoked."""
 
 

@@ -141,11 +141,13 @@ Expected = TypeVar("Expected", bound=Reply)
 
 def read_request(frame: bytes) -> AnyRequest:
     """UserError, short and in one line, for anything else."""
-    return _read(_requests, frame)
+    found: AnyRequest = _read(_requests, frame)
+    return found
 
 
 def read_reply(frame: bytes) -> AnyReply:
-    return _read(_replies, frame)
+    found: AnyReply = _read(_replies, frame)
+    return found
 
 
 def _read(decoder: msgspec.json.Decoder[Expected], frame: bytes) -> Expected:
@@ -224,12 +226,15 @@ class AdmissionClient:
         self._dealer.send(msgspec.json.encode(request))
         return self._reply(expected, within_s)
 
-    def send_piece(self, count: int, back: int = 0, within_s: float = REPLY_S) -> float:
-        """Send bytes, and wait until they are there and others are back; gives the seconds that this took."""
+    def send_pieces(self, count: int, back: int = 0, times: int = 1, within_s: float = REPLY_S) -> float:
+        """Send so many bytes, several times at once, and wait until they are there and others are back; gives the
+        seconds that this took."""
         began_s = time.monotonic()
-        self._dealer.send_multipart([msgspec.json.encode(Piece(back)), bytes(count)])
-        if self._reply(Taken, within_s).count != count:
-            raise NoConversation(Refusal.NO_ANSWER)
+        for _ in range(times):
+            self._dealer.send_multipart([msgspec.json.encode(Piece(back)), bytes(count)])
+        for _ in range(times):
+            if self._reply(Taken, within_s).count != count:
+                raise NoConversation(Refusal.NO_ANSWER)
         return time.monotonic() - began_s
 
     def _reply(self, expected: type[Expected], within_s: float) -> Expected:
@@ -263,14 +268,8 @@ class Reach:
     address: str
     failure: str = ""
     """Why not; empty: it does."""
-
-    @property
-    def is_dropped(self) -> bool:
-        """Nothing came back at all: packets are dropped on the way."""
-        return self.failure == NOTHING_BACK
-
-
-NOTHING_BACK = f"nothing came back in {CONNECT_S:g} s"
+    is_dropped: bool = False
+    """Nothing came back at all: packets are dropped on the way."""
 
 
 def reach(address: str, timeout_s: float = CONNECT_S, greeting: bytes = b"") -> Reach:
@@ -282,7 +281,7 @@ def reach(address: str, timeout_s: float = CONNECT_S, greeting: bytes = b"") -> 
                 connection.sendall(greeting)
         return Reach(address)
     except TimeoutError:
-        return Reach(address, NOTHING_BACK)
+        return Reach(address, f"nothing came back in {timeout_s:g} s", is_dropped=True)
     except socket.gaierror:
         return Reach(address, "no machine of this name is known")
     except ConnectionRefusedError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,11 +13,8 @@ from hypothesis import strategies as st
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.transport.addresses import free_port
-from skippipe.transport.admission import AdmissionEvent, AdmissionServer
 from skippipe.transport.enrolment import (
     MOST_REQUEST_BYTES,
-    AdmissionClient,
     Admitted,
     Call,
     Called,
@@ -27,63 +23,17 @@ from skippipe.transport.enrolment import (
     Enrol,
     NoConversation,
     Refusal,
-    enrol,
     read_reply,
     read_request,
 )
 from skippipe.transport.invitation import PREFIX, Invitation
 from skippipe.transport.keys import KeyPair, PeerList
-from skippipe.transport.members import MemberStore, NotAdmitted, cluster_keys
+from skippipe.transport.members import MemberStore, NotAdmitted
+from tests.helpers.admission_door import Door
 
 HOUR_S = 3600.0
 WITHIN_S = 10.0
 SOMEBODY = KeyPair.new()
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = time.time()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class Door:
-    """A coordinator's admission at a port of this machine, and the folder of its cluster."""
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
-        self.clock = Clock()
-        self.keys = cluster_keys(folder)
-        self.store = MemberStore.of_folder(folder, self.clock)
-        self.address = f"127.0.0.1:{free_port('127.0.0.1') + 1}"
-        self._stack = stack
-        self.open()
-
-    def open(self) -> None:
-        self.server = AdmissionServer(
-            MemberStore.of_folder(self.folder, self.clock), self.keys, self.address, clock=self.clock
-        )
-        self.server.start()
-        self._stack.callback(self.server.close)
-
-    def invite(self, name: str = "bob", lasting_s: float = HOUR_S) -> Invitation:
-        return self.store.invite(name, self.keys.public, lasting_s, (self.address,))
-
-    def enrol(self, invitation: Invitation, public: str | None = None) -> str:
-        """What is said: nothing if it went well."""
-        try:
-            enrol(invitation, public or KeyPair.new().public, __version__, 0.0, lambda why: None)
-        except UserError as error:
-            return str(error)
-        return ""
-
-    def client(self, keys: KeyPair, public: str | None = None) -> AdmissionClient:
-        return AdmissionClient(self.address, keys, public or self.keys.public)
-
-    def event(self) -> AdmissionEvent:
-        (found,) = self.server.events()
-        return found
 
 
 @pytest.fixture
@@ -174,7 +124,7 @@ def test_what_an_invitation_is_good_for(door: Door) -> None:
     with door.client(invitation.keys) as client:
         assert client.ask(Check(__version__), Checked).closed == ""
         assert client.ask(Call("127.0.0.1:1", "0" * 32), Called).failure == "nothing listens at this port"
-        assert client.send_piece(5000, 5000) < WITHIN_S
+        assert client.send_pieces(5000, 5000) < WITHIN_S
         assert door.enrol(invitation) == ""
         assert "was used at" in client.ask(Check(__version__), Checked).closed
         with pytest.raises(UserError, match="was used at"):
