@@ -59,6 +59,7 @@ MEASURED_S = 1.0
 MEASURED = [(2**14, 1), (2**16, 1), (PIECE_BYTES, 1), (PIECE_BYTES, 4), (PIECE_BYTES, 16), (PIECE_BYTES, 48)]
 """Bytes of a piece, and pieces at once, until it takes long enough to be measured."""
 DRIVER = Path("/proc/driver/nvidia/version")
+OUT_ONLY = "none"  # as --listen, of a machine that listens nowhere
 PREVENTS = ("version", "key", "invitation", "name", "device")
 """Checks that a node cannot take part without."""
 
@@ -236,7 +237,8 @@ class _Network:
 
     def _ask(self, client: AdmissionClient, coordinator: str) -> Iterator[Finding]:
         machine = self._machine
-        listen = listen_address(machine.listen, coordinator, machine.address)
+        out_only = machine.listen == OUT_ONLY
+        listen = OUT_ONLY if out_only else listen_address(machine.listen, coordinator, machine.address)
         began_s, asked_at_s = time.monotonic(), machine.clock()
         try:
             self.checked = checked = client.ask(Check(__version__, machine.address or listen), Checked)
@@ -256,7 +258,10 @@ class _Network:
         yield self._clock(asked_at_s + took_s / 2 - checked.time_s)
         if checked.closed:
             return
-        yield self._port(client, listen)
+        if out_only:
+            yield _ok("port", "this machine only calls out, as --listen says")
+        else:
+            yield self._port(client, listen)
         yield from self._packets(client)
 
     def _no_conversation(self, coordinator: str, refusal: Refusal) -> Finding:
@@ -379,7 +384,8 @@ def _check_listening(listen: str) -> None:
 def check_at_join(machine: Examined, patience_s: float, say: Callable[[str], None]) -> None:
     """Examine a machine in brief once the coordinator is there: it notes the findings, and `say` gets what is not as it
     should be. UserError if the node could not take part. A coordinator that admits nobody is not asked."""
-    _check_listening(listen_address(machine.listen, machine.addresses[0], machine.address))
+    if machine.listen != OUT_ONLY:
+        _check_listening(listen_address(machine.listen, machine.addresses[0], machine.address))
     deadline = time.monotonic() + patience_s
     ports = [admission_address(each) for each in machine.addresses]
     looks = 2  # at a coordinator that listens: its admission begins a moment later

@@ -220,7 +220,8 @@ class AdmissionServer:
 
     def _send_slow(self) -> None:
         for future, sender in [each for each in self._slow if each[0].done()]:
-            self._send(sender, future.result())
+            failure = future.exception()
+            self._send(sender, Refused(f"the coordinator has failed: {failure}") if failure else future.result())
         self._slow = [each for each in self._slow if not each[0].done()]
 
     def _send(self, to: bytes, reply: AnyReply) -> None:
@@ -290,8 +291,8 @@ class AdmissionServer:
     def _checked(self, name: str, request: Check, closed: str) -> Checked:
         needs = self._needs(name)
         other = self._at_work().get(name, "")
-        if other == request.address or (other and reach(other, CALL_S).failure):
-            other = ""  # the same node, or one that is gone and will be missed
+        if ":" not in other or other == request.address or reach(other, CALL_S).failure:
+            other = ""  # none, one that cannot be called, the same node, or one that is gone and will be missed
         return Checked(name, __version__, self._clock(), closed, other, needs.device, needs.memory_bytes)
 
     def _log(self, kind: Literal["admitted", "refused", "checked"], text: str, name: str) -> None:

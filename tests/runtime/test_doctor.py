@@ -107,6 +107,9 @@ def test_two_nodes_with_one_name(machine: Examined, door: Door) -> None:
         assert (event.kind, event.name) == ("checked", "bob")
         assert event.text.startswith("name: another node works as 'bob'"), "the coordinator's log has it too"
     assert "name" not in [each.check for each in examine(machine, brief=True)], "that one is gone: this takes its place"
+    door.at_work["bob"] = "none"
+    out_only = replace(machine, listen="none")
+    assert found(out_only, "port").text == "this machine only calls out, as --listen says"
 
 
 def test_another_version(machine: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
