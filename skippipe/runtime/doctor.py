@@ -175,6 +175,8 @@ def _free_memory() -> int:
 
 
 def _disk(folder: Path) -> Finding:
+    if folder.is_dir() and not os.access(folder, os.W_OK):
+        return _ok("disk", f"{folder} is read-only, as a folder of keys may be")
     probe = folder / f"probe-{secrets.token_hex(4)}"
     try:
         write_bytes(probe, bytes(4096), private=True)
