@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -99,7 +100,7 @@ def node(
     if not where:
         raise UserError("--join: missing; say where the coordinator is: host:port")
     if mine.coordinator is None:
-        raise UserError(f"{key}: this is the coordinator's key; a node needs its own")
+        raise UserError(f"{_key_path(key)}: this is the coordinator's key; a node needs its own")
     if device is not None:
         from skippipe.model.model_spec import check_device
 
@@ -145,7 +146,7 @@ def _admitted(invitation: str | None, join: str | None, key: Path | None, patien
     from skippipe import __version__
     from skippipe.transport.enrolment import enrol
     from skippipe.transport.invitation import Invitation, split_addresses
-    from skippipe.transport.members import fingerprint
+    from skippipe.transport.members import NotAdmitted, fingerprint
 
     invited = Invitation.from_text(invitation)
     if join is not None:
@@ -155,45 +156,27 @@ def _admitted(invitation: str | None, join: str | None, key: Path | None, patien
         raise UserError(
             f"{path}: is the key of node '{mine.node}'; to be '{invited.name}' as well, name another file with --key"
         )
-    if mine is not None and _is_member(mine, invited.addresses):
-        return mine
+    admit = partial(
+        enrol,
+        invited,
+        version=__version__,
+        patience_s=patience_s,
+        waiting=lambda why: print(f"waiting for the coordinator: {why}", file=sys.stderr),
+    )
+    if mine is not None:
+        with suppress(NotAdmitted):  # its key was revoked, then a new one may be admitted
+            admit(mine.keys.public)
+            return mine
     new = KeyFile(invited.name, KeyPair.new(), invited.coordinator, invited.addresses)
     new.save(path)  # before it is admitted: what is admitted must not be lost
     try:
-        addresses = enrol(
-            invited,
-            new.keys.public,
-            __version__,
-            patience_s,
-            lambda why: print(f"waiting for the coordinator: {why}", file=sys.stderr),
-        )
-    except UserError:
-        if mine is None:
-            path.unlink(missing_ok=True)
-        else:
-            mine.save(path)
+        new = replace(new, addresses=admit(new.keys.public))
+    except NotAdmitted:
+        mine.save(path) if mine is not None else path.unlink(missing_ok=True)
         raise
-    new = replace(new, addresses=addresses)
     new.save(path)
     print(f"admitted as '{new.node}' with the key {fingerprint(new.keys.public)}…, kept in {path}", file=sys.stderr)
     return new
-
-
-def _is_member(mine: KeyFile, addresses: tuple[str, ...]) -> bool:
-    """Whether the coordinator knows this key."""
-    from skippipe import __version__
-    from skippipe.transport.enrolment import AdmissionClient, Check, Checked, NoConversation, Refusal
-
-    assert mine.coordinator is not None
-    for address in addresses:
-        try:
-            with AdmissionClient(address, mine.keys, mine.coordinator) as client:
-                client.ask(Check(__version__), Checked)
-            return True
-        except NoConversation as error:
-            if error.refusal is Refusal.KEY_UNKNOWN:
-                return False
-    return True  # nobody answers: it is tried again with this key
 
 
 def doctor(

@@ -29,6 +29,7 @@ from skippipe.transport.addresses import (
 )
 from skippipe.transport.invitation import Invitation
 from skippipe.transport.keys import KeyPair
+from skippipe.transport.members import NotAdmitted
 
 PIECE_BYTES = 2**18  # of what is sent to measure bandwidth
 MOST_BACK = 2**14
@@ -300,8 +301,8 @@ def reach_all(addresses: list[str], timeout_s: float = CONNECT_S) -> list[Reach]
 def enrol(
     invitation: Invitation, public: str, version: str, patience_s: float, waiting: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """Have a new key admitted; gives the coordinator's addresses, those that answer first. UserError if it is refused,
-    or if the coordinator has not answered for so long; `waiting` is called with the first failure."""
+    """Have a new key admitted; gives the coordinator's addresses, the one that answers first. NotAdmitted if it is
+    refused, UserError if the coordinator has not answered for so long; `waiting` is called with the first failure."""
     deadline = time.monotonic() + patience_s
     told = False
     while True:
@@ -314,11 +315,13 @@ def enrol(
                 with AdmissionClient(coordinator, invitation.keys, invitation.coordinator) as client:
                     client.ask(Enrol(public, version), Admitted)
                 return (coordinator, *(some for some in invitation.addresses if some != coordinator))
+            except UserError as error:
+                raise NotAdmitted(str(error)) from None
             except NoConversation as error:
                 if error.refusal is Refusal.KEY_UNKNOWN:
-                    raise UserError(f"{coordinator}: this invitation is not known there; ask for a new one") from None
+                    raise NotAdmitted(f"{coordinator}: this invitation is not known there; ask for a new one") from None
                 if error.refusal is Refusal.OTHER_KEY:
-                    raise UserError(f"{coordinator}: {error}; check who sent it, and ask for a new one") from None
+                    raise NotAdmitted(f"{coordinator}: {error}; check who sent it, and ask for a new one") from None
         why = "; ".join(f"{each.address}: {each.failure or Refusal.NO_ANSWER.value}" for each in found)
         if time.monotonic() > deadline:
             raise UserError(
@@ -327,6 +330,4 @@ def enrol(
         if not told:
             waiting(why)
         told = True
-        time.sleep(
-            min(RETRY_S, max(0.0, deadline - time.monotonic()))
-        )  # a coordinator that is not there cannot wake us
+        time.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))  # nobody is there who could wake us

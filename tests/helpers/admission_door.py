@@ -45,7 +45,8 @@ class Door:
         self.needs: Callable[[str], NodeNeeds] = lambda name: NodeNeeds()
         self._stack = stack
         host, port = split_address(self.address)
-        stack.enter_context(socket.create_server((host, port)))  # as if a coordinator listened
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        stack.enter_context(socket.create_server((host, port), family=family))  # as if a coordinator listened
         self.open()
 
     def open(self) -> None:

@@ -19,6 +19,7 @@ import pytest
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime.doctor import Examined, check_at_join, examine
+from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.transport.addresses import free_port, split_address
 from skippipe.transport.admission import NodeNeeds
 from skippipe.transport.enrolment import Finding, admission_address
@@ -234,6 +235,34 @@ def test_the_command(door: Door, tmp_path: Path, skippipe: Command, monkeypatch:
     assert ran.code == 0
     assert "warning  key: not checked" in ran.out
     assert "copy the whole string again" in only_error(skippipe("doctor", invitation.to_text()[:-3]).err)
+
+
+def test_a_node_remembers(door: Door, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[JoinConfig] = []
+
+    class Agent:
+        def __init__(self, config: JoinConfig, _: object) -> None:
+            joined.append(config)
+
+        def run(self) -> str:
+            return ""
+
+    monkeypatch.setattr("skippipe.runtime.node.agent.NodeAgent", Agent)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "this machine was not invited yet" in only_error(skippipe("node").err)
+    first = door.invite().to_text()
+    for words in ([first], [], [first]):  # the string a second time, on the same machine, does no harm
+        ran = skippipe("node", *words)
+        assert ran.code == 0, ran
+    assert {(each.name, each.coordinator, each.keys) for each in joined} == {("bob", door.address, joined[0].keys)}
+    assert door.store.load().peers == {"bob": joined[0].keys.public if joined[0].keys else ""}
+    other = door.invite("carol").to_text()
+    assert "is the key of node 'bob'; to be 'carol' as well" in only_error(skippipe("node", other).err)
+    door.store.revoke("bob")
+    assert "does not know this key" in only_error(skippipe("node").err)
+    assert "was used at" in only_error(skippipe("node", first).err)
+    assert skippipe("node", door.invite().to_text()).code == 0, "invited anew"
+    assert joined[-1].keys != joined[0].keys
 
 
 @pytest.mark.slow

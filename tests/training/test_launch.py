@@ -131,9 +131,8 @@ def test_nodes_are_invited_and_one_is_revoked_while_training(
     assert "this node was revoked by the owner of the cluster" in only_error((tmp_path / "1.log").read_text())
     done = len(place.losses("invited"))
     wait_for(lambda: place.has_trained("invited", done + 3), RUN_END_S)
-    (again, second) = many(["node", "--key", keys[out]], ["node", strings[others[0]], "--key", tmp_path / "thief.key"])[
-        -2:
-    ]
+    stolen = ["node", strings[others[0]], "--key", tmp_path / "thief.key"]
+    again, second = many(["node", "--key", keys[out]], stolen)[-2:]
     again.join(RUN_END_S)
     second.join(RUN_END_S)
     assert "does not know this key" in only_error((tmp_path / f"{NODES + 1}.log").read_text())

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from skippipe import __version__
 from skippipe.errors import UserError
+from skippipe.transport.addresses import free_port
 from skippipe.transport.enrolment import (
     MOST_REQUEST_BYTES,
     Admitted,
@@ -23,6 +24,7 @@ from skippipe.transport.enrolment import (
     Enrol,
     NoConversation,
     Refusal,
+    enrol,
     read_reply,
     read_request,
 )
@@ -167,6 +169,17 @@ def test_the_list_of_members(door: Door) -> None:
         door.store.revoke("frank")
     with pytest.raises(UserError, match="--name bob: is a member already"):
         door.invite("bob")
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_addresses_of_both_kinds_are_tried_and_the_one_that_answers_comes_first(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        door = Door(tmp_path, stack, f"[::1]:{free_port('::1') + 1}")
+        nowhere = f"127.0.0.1:{free_port('127.0.0.1') + 1}"
+        invitation = door.store.invite("bob", door.keys.public, 60, (nowhere, door.address))
+        again = Invitation.from_text(invitation.to_text())
+        assert enrol(again, KeyPair.new().public, __version__, 0.0, print) == (door.address, nowhere)
+        assert "from ::1" in door.event().text
 
 
 def test_two_who_come_at_once_with_one_invitation(door: Door) -> None:
