@@ -484,7 +484,7 @@ def main() -> None:
     print(f"{sum(n for (_, taken), n in counts.items() if not taken):10,}{len(failures):10,}")
     print(f"{options.frames:,} in {took_s:.0f} s, seed {options.seed}; memory grew by {grown_bytes / 2**20:.1f} MiB")
     for number, name, what in failures[:10]:
-        print(f"\n{name}: python -m benchmarks.fuzz --seed {options.seed} --only {number}\n{what}")
+        print(f"\n{name}: python {sys.argv[0]} --seed {options.seed} --only {number}\n{what}")
     if failures or grown_bytes > GROWTH_BYTES:
         sys.exit(1)
 

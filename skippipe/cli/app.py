@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 import skippipe
-from skippipe.cli import eval, generate, heal, profile, serve, show, study, sweep
+from skippipe.cli import eval, generate, heal, members, profile, serve, show, study, sweep
 from skippipe.cli import inspect as inspect_command
+from skippipe.cli import node as node_command
 from skippipe.cli import plan as plan_command
 from skippipe.cli import train as train_command
 from skippipe.cli.options import Command, check_ranges_of
@@ -57,6 +58,10 @@ app.command("score", cls=Command)(check_ranges_of(eval.score))
 app.command("eval", cls=Command)(check_ranges_of(eval.evaluate))
 app.command("generate", cls=Command)(check_ranges_of(generate.generate))
 app.command("serve", cls=Command)(check_ranges_of(serve.serve))
-app.command("node", cls=Command)(check_ranges_of(train_command.node))
-app.command("keys", cls=Command)(check_ranges_of(train_command.keys))
+app.command("node", cls=Command)(check_ranges_of(node_command.node))
+app.command("doctor", cls=Command)(check_ranges_of(node_command.doctor))
+app.command("keys", cls=Command)(check_ranges_of(members.keys))
+app.command("invite", cls=Command)(check_ranges_of(members.invite))
+app.command("members", cls=Command)(check_ranges_of(members.list_members))
+app.command("revoke", cls=Command)(check_ranges_of(members.revoke))
 app.add_typer(study.commands, name="study")

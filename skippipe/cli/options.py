@@ -67,6 +67,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, an
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace output files that are there already, which is refused otherwise.")
 ]
+OutputFolder = Annotated[Path | None, typer.Option("--output", "-o", metavar="FOLDER", hidden=True)]
 Trace = Annotated[
     Path | None,
     typer.Option(help="Write the timeline in Chrome trace format, for chrome://tracing or ui.perfetto.dev."),
@@ -124,6 +125,16 @@ Keys = Annotated[
 ]
 Device = Annotated[str, work_option("cpu, cuda or cuda:N.")]
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
+
+
+def one_folder(argument: Path | None, option: Path | None) -> Path:
+    """The output folder, given as an argument or as an option."""
+    if argument is not None and option is not None:
+        raise UserError(f"FOLDER: '{argument}' and '{option}' (-o) are both given: leave one out")
+    folder = argument or option
+    if folder is None:
+        raise UserError("FOLDER: missing; say where it goes")
+    return folder
 
 
 @dataclass(frozen=True, kw_only=True)

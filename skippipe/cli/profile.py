@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -144,7 +145,7 @@ def profile(
     if local is not None:
         check_device(wanted.compute.device)
     local_names = (f"node-{number}" for number in range(local or 0))
-    names = tuple(PeerList.load(peers).peers if peers else local_names)
+    names = tuple(PeerList.load(peers).expected(time.time()) if peers else local_names)
     node_config = _node_config(wanted, names, transfer, heartbeat)
     console = _Console(transient=True)
     with interruptible() as stopped:

@@ -6,6 +6,7 @@ import os
 import shlex
 import stat
 import sys
+import time
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
@@ -232,7 +233,7 @@ def _names(stages: int, nodes: int | None, cluster: Cluster | None, keys: Path |
     if keys is not None:
         from skippipe.transport.keys import PeerList
 
-        return list(PeerList.load(keys / "peers.json").peers)
+        return PeerList.load(keys / "peers.json").expected(time.time())
     from skippipe.serving.routing import local_node_names
 
     return local_node_names(stages, nodes)

@@ -1,40 +1,24 @@
-"""Commands for training and what it needs: prepare, job, train, grow, export, node, keys."""
+"""Commands for training and what it needs: prepare, job, train, grow, export."""
 
 from __future__ import annotations
 
 import os
 import sys
 from contextlib import nullcontext
-from datetime import timedelta
-from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli.options import Overwrite
+from skippipe.cli.options import OutputFolder, Overwrite, one_folder
 from skippipe.errors import UserError
-from skippipe.json_fields import check_empty, check_output, exists, write_text
+from skippipe.json_fields import check_empty, check_output, write_text
 from skippipe.terminal import interruptible
 from skippipe.training.train_job import begin_run, build_setup, run_job, wanted_job
-from skippipe.value_ranges import ITERATIONS, VOCABULARY, WAIT_S
+from skippipe.value_ranges import ITERATIONS, VOCABULARY
 
 if TYPE_CHECKING:
-    from skippipe.runtime.node.interfaces import Roles
-
-
-OutputFolder = Annotated[Path | None, typer.Option("--output", "-o", metavar="FOLDER", hidden=True)]
-
-
-def _one_folder(argument: Path | None, option: Path | None) -> Path:
-    """The output folder, given as an argument or as an option."""
-    if argument is not None and option is not None:
-        raise UserError(f"FOLDER: '{argument}' and '{option}' (-o) are both given: leave one out")
-    folder = argument or option
-    if folder is None:
-        raise UserError("FOLDER: missing; say where it goes")
-    return folder
+    pass
 
 
 def job(
@@ -147,94 +131,6 @@ def train(
         )
 
 
-def node(
-    join: Annotated[
-        str,
-        typer.Option(
-            help="host:port of the coordinator; several with commas between them, if it may come back elsewhere."
-        ),
-    ],
-    key: Annotated[Path, typer.Option(help="This node's key file, made by 'skippipe keys'.")],
-    listen: Annotated[
-        str,
-        typer.Option(
-            help="host:port of this machine at which other nodes reach it; a port alone: at the address that this "
-            "machine has on the way to the coordinator; 0: any port; none: this machine only calls out."
-        ),
-    ] = "0",
-    address: Annotated[
-        str | None,
-        typer.Option(help="host:port at which others reach this node, if it listens elsewhere (behind a router)."),
-    ] = None,
-    tokens: Annotated[
-        Path | None, typer.Option(help="Where this machine keeps the token folder, if elsewhere than the coordinator.")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Where this machine keeps the model that is served, if elsewhere than the gateway."),
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")] = None,
-    patience: Annotated[
-        float,
-        WAIT_S,
-        typer.Option(help="Seconds to wait for the coordinator, before training and whenever it is gone."),
-    ] = 900,
-) -> None:
-    """Join a run, or a gateway that serves, from another machine and work until it is over.
-
-    Example: skippipe node --join 10.0.0.1:5555 --key berlin-1.key --listen 5556
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # a node decides a few times a second: no compiler needed
-    from skippipe.runtime.node.agent import NodeAgent
-    from skippipe.runtime.node.interfaces import JoinConfig
-    from skippipe.transport.addresses import listen_address
-    from skippipe.transport.keys import KeyFile
-
-    mine = KeyFile.load(key)
-    if mine.coordinator is None:
-        raise UserError(f"{key}: this is the coordinator's key; a node needs its own")
-    if device is not None:
-        from skippipe.model.model_spec import check_device
-
-        check_device(device)
-    agent = NodeAgent(
-        JoinConfig(
-            name=mine.node,
-            coordinator=join,
-            keys=mine.keys,
-            coordinator_public=mine.coordinator,
-            listen=listen_address(listen, join.split(",")[0], address),
-            address=address,
-            data_folder=tokens,
-            checkpoint=checkpoint,
-            device=device,
-            coordinator_timeout=timedelta(seconds=patience),
-        ),
-        _all_roles(),
-    )
-    print(f"node '{mine.node}' joins {join}", file=sys.stderr)
-    reason = agent.run()
-    if reason:
-        raise UserError(reason)
-
-
-def _all_roles() -> Roles:
-    """Roles that a coordinator may assign, imported when it does: no node waits for what another role needs."""
-    from skippipe.runtime.node.interfaces import PROFILING, SERVING, TRAINING
-
-    modules = {
-        TRAINING: "skippipe.runtime.train_role",
-        SERVING: "skippipe.serving.node",
-        PROFILING: "skippipe.profiling.node",
-    }
-
-    def build(kind: str, *given: Any) -> Any:
-        return import_module(modules[kind]).ROLES[kind](*given)
-
-    return {kind: partial(build, kind) for kind in modules}
-
-
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run's output folder: its newest one.")
@@ -302,7 +198,7 @@ def export(
         if not found:
             raise UserError(f"{checkpoint}: neither a checkpoint nor the output folder of a run that has one")
         place = found[0]
-    folder = _one_folder(folder, output)
+    folder = one_folder(folder, output)
     check_empty(folder)
     if adapter and score is not None:
         raise UserError("--score: is for the model card, which adapters alone do not have; leave out one of them")
@@ -312,60 +208,6 @@ def export(
     print(f"{place}: the {what} after {manifest.iterations} iterations is in {folder}/")
     if push is not None:
         print(f"{folder}: is on the hub now, at {upload(api, folder, push, private=private)}")
-
-
-def keys(
-    cluster: Annotated[
-        str,
-        typer.Argument(
-            metavar="CLUSTER|NAMES",
-            help="A cluster file, an example or a preset, as for 'skippipe plan'; or the names of nodes, with commas.",
-        ),
-    ],
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="Where the key files go; or -o FOLDER.")
-    ] = None,
-    output: OutputFolder = None,
-) -> None:
-    """Make a key for the coordinator and one for every node of a cluster.
-
-    Give each node its own file and nothing else; keep coordinator.key and peers.json, and name both in the job
-    ([transport] key and peers). Before there is a cluster file, names will do: 'skippipe profile' makes the file.
-
-    \b
-        skippipe keys ann,bob,carol keys/
-
-    Example: skippipe keys cluster.json keys/
-    """
-    from skippipe.runtime.node.agent import THE_COORDINATOR
-    from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-
-    names = _node_names(cluster)
-    folder = _one_folder(folder, output)
-    check_empty(folder)
-    own = KeyPair.new()
-    KeyFile(THE_COORDINATOR, own).save(folder / "coordinator.key")
-    peers = {}
-    for name in names:
-        pair = KeyPair.new()
-        peers[name] = pair.public
-        KeyFile(name, pair, own.public).save(folder / f"{name.replace(os.sep, '_')}.key")
-    PeerList(peers).save(folder / "peers.json")
-    print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
-
-
-def _node_names(argument: str) -> list[str]:
-    """Names from a cluster, or from a list with commas."""
-    from skippipe.planner.problem_spec import cluster_named
-    from skippipe.runtime.node.agent import THE_COORDINATOR
-
-    if "," not in argument or exists(Path(argument)):
-        return [node.name for node in cluster_named(argument)[0].nodes]
-    names = [name.strip() for name in argument.split(",")]
-    odd = [name for name in names if not name or not name.isprintable() or name == THE_COORDINATOR]
-    if odd or len(set(names)) < len(names):
-        raise UserError(f"'{argument}': {len(names)} different names of nodes are needed, with commas between them")
-    return names
 
 
 def grow(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from skippipe.errors import UserError
+from skippipe.runtime.admission import Admission
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from skippipe.transport.members import MemberStore
 
 if TYPE_CHECKING:
     from skippipe.transport.mailbox import Security
@@ -25,6 +28,8 @@ class NodeEndpoints:
     """An address of this machine that all nodes can reach; empty: where the job says."""
     torch_address: str = ""
     """host:port at which torch.distributed can meet; empty: where the job says."""
+    admission: Admission | None = None
+    """Who comes and goes among those that may join; none: that does not change."""
 
 
 class Launcher(Protocol):
@@ -70,18 +75,24 @@ class JoinLauncher:
     """Nodes that join from wherever they are ('skippipe node'), if their keys are on the list of peers."""
 
     def __init__(self, names: Sequence[str], key: Path, peers: Path) -> None:
-        self.keys: KeyPair | None = KeyFile.load(key).keys
+        own = KeyFile.load(key).keys
+        self.keys: KeyPair | None = own
         self._names = names
         self._peers = peers
+        self._admission = Admission(MemberStore(peers), own)
 
     def prepare(self) -> NodeEndpoints:
-        known = PeerList.load(self._peers).peers
-        unknown = [name for name in self._names if name not in known]
+        expected = PeerList.load(self._peers).expected(time.time())
+        unknown = [name for name in self._names if name not in expected]
         if unknown:
-            raise UserError(f"{self._peers}: has no key of {', '.join(unknown)}; 'skippipe keys' makes them")
-        return NodeEndpoints(dict(known))
+            raise UserError(
+                f"{self._peers}: has neither a key nor an open invitation of {', '.join(unknown)}; 'skippipe keys' "
+                "makes keys, 'skippipe invite' an invitation"
+            )
+        return NodeEndpoints(self._admission.publics, admission=self._admission)
 
     def start(self, address: str) -> None:
+        self._admission.start(address)
         print(f"waiting for {len(self._names)} nodes to join {address}: {', '.join(self._names)}", file=sys.stderr)
 
     def ended(self) -> list[tuple[str, str]]:
@@ -89,4 +100,5 @@ class JoinLauncher:
         return []
 
     def close(self) -> None:
-        """Nothing: they end when the coordinator tells them to."""
+        """Nobody is admitted any more; nodes end when the coordinator tells them to."""
+        self._admission.close()

@@ -35,6 +35,7 @@ from skippipe.profiling.estimators import (
 )
 from skippipe.profiling.node import ProfilingConfig
 from skippipe.profiling.results import Ends, ProfileResult
+from skippipe.runtime.admission import Admission
 from skippipe.runtime.messages import Computed, ControlMessage, Failed, LinkDown, Probe, Probed, ProbeRate
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import EndedNodes, Rendezvous
@@ -374,9 +375,9 @@ def profile_nodes(
 ) -> ProfileResult:
     """Measure the nodes of a launcher, which is closed in the end; if `stopped`, the result is what there is then."""
     try:
-        keys = launcher.prepare().public_keys
+        endpoints = launcher.prepare()
         mailbox = Mailbox(THE_COORDINATOR, launcher.keys, listen=listen, depth=1024)
-        server = ProfilingServer(config, mailbox, keys, callback, deadlines)
+        server = ProfilingServer(config, mailbox, endpoints.public_keys, callback, deadlines, endpoints.admission)
         launcher.start(mailbox.address)
         return server.run(launcher.ended, stopped)
     finally:
@@ -393,9 +394,11 @@ class ProfilingServer:
         public_keys: Mapping[str, str | None],
         callback: ProfilingCallback,
         deadlines: ProfilingDeadlines,
+        admission: Admission | None = None,
     ) -> None:
         self._config = config
         self._callback = callback
+        self._admission = admission
         timeout_s = PROFILING_TIMEOUT * config.heartbeat_s
         self._rendezvous = Rendezvous(
             mailbox, config.names, public_keys, host=self, node_config=config.to_json(), timeout_s=timeout_s
@@ -406,7 +409,10 @@ class ProfilingServer:
         try:
             while not self._coordinator.over and not stopped():
                 self._rendezvous.poll()
-                for name, how in ended():
+                revoked = self._admission.poll(self._rendezvous) if self._admission else []
+                for event in self._admission.events() if self._admission else ():
+                    self._callback.happened(f"{event.kind}: '{event.name}' {event.text}")
+                for name, how in (*ended(), *revoked):
                     if not self._rendezvous.declare_lost(name, how):
                         self.lost(name, how)  # it has ended before it joined
                 self._coordinator.tick()

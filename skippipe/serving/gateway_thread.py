@@ -15,6 +15,7 @@ from math import isfinite
 from queue import Empty, SimpleQueue
 
 from skippipe.inference.request import TokenLogprobs
+from skippipe.runtime.admission import Admission
 from skippipe.runtime.messages import (
     ControlMessage,
     EndSequences,
@@ -55,6 +56,9 @@ class GatewayCallback:
 
     def node_lost(self, node: str, reason: str) -> None: ...
 
+    def happened(self, what: str) -> None:
+        """A node was admitted, refused or checked."""
+
     def failed(self, error: Exception) -> None:
         """The gateway has ended with an error."""
 
@@ -72,9 +76,11 @@ class GatewayThread:
         security: Security = "curve",
         ended: EndedNodes = lambda: (),
         callback: GatewayCallback | None = None,
+        admission: Admission | None = None,
     ) -> None:
         self._node_config = node_config
         self._ended = ended
+        self._admission = admission
         self._callback = callback or GatewayCallback()
         self._names = {number: name for name, number in node_config.number.items()}
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
@@ -169,6 +175,11 @@ class GatewayThread:
         self._run_calls()
         for name, reason in self._ended():
             self._rendezvous.declare_lost(name, reason)
+        if self._admission is not None:
+            for name, reason in self._admission.poll(self._rendezvous):
+                self._rendezvous.declare_lost(name, reason)
+            for event in self._admission.events():
+                self._callback.happened(f"{event.kind}: '{event.name}' {event.text}")
         self._scheduler.tick()
         scheduler = self._scheduler
         self.covered_stages = int(scheduler.coverage * self.stages) if scheduler.is_ready else 0

@@ -127,15 +127,17 @@ class ServeApp(GatewayCallback):
             self._address = f"http://{join_address(self._config.host, listening.getsockname()[1])}"
             launcher = stack.enter_context(closing(self._launcher()))
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # after the fork: nodes have their own
+            endpoints = launcher.prepare()
             gateway = GatewayThread(
                 self._node_config,
                 launcher.keys,
-                launcher.prepare().public_keys,
+                endpoints.public_keys,
                 settings=self._config.gateway,
                 cost=self._config.cost,
                 listen=self._config.listen,
                 ended=launcher.ended,
                 callback=self,
+                admission=endpoints.admission,
             )
             stack.callback(gateway.close)
             launcher.start(gateway.address)
@@ -161,6 +163,9 @@ class ServeApp(GatewayCallback):
     def node_lost(self, node: str, reason: str) -> None:
         self._ready.discard(node)
         _log(f"lost '{node}': {reason}; {len(self._stages)} of {len(self._node_config.layers)} stages are left")
+
+    def happened(self, what: str) -> None:
+        _log(what)
 
     def failed(self, error: Exception) -> None:
         self._failure = error

@@ -24,6 +24,7 @@ from skippipe.launch.local import LocalLauncher
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Plan
 from skippipe.runs.wal import WriteAheadLog
+from skippipe.runtime.admission import Admission
 from skippipe.runtime.coordinator.failure_detector import WRITE_RETRY_S
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, StopRequests, WriteFailed
 from skippipe.runtime.coordinator.server import CoordinatorServer
@@ -158,7 +159,7 @@ class Run(RunOptions):
         try:
             endpoints = launcher.prepare()
             run = self._listening(endpoints) if endpoints.coordinator_host else self
-            server = run.server(launcher.keys, endpoints.public_keys)
+            server = run.server(launcher.keys, endpoints.public_keys, endpoints.admission)
             launcher.start(server.address)
             run.coordinate(server, callback, stop_requests, launcher.ended)
         finally:
@@ -175,7 +176,9 @@ class Run(RunOptions):
         vars(other).update({name: value for name, value in vars(self).items() if name in kept}, models=self.models)
         return other
 
-    def server(self, keys: KeyPair | None, public_keys: Mapping[str, str | None]) -> CoordinatorServer:
+    def server(
+        self, keys: KeyPair | None, public_keys: Mapping[str, str | None], admission: Admission | None = None
+    ) -> CoordinatorServer:
         return CoordinatorServer(
             self.node_config,
             keys,
@@ -185,6 +188,7 @@ class Run(RunOptions):
             store=self.models.store,
             checkpoint_store=self.checkpoint_manager,
             append_wal=self.wal_writer.write,
+            admission=admission,
         )
 
     @cached_property

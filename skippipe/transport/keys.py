@@ -9,16 +9,15 @@ import re
 import shlex
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, json_text, read_as, write_bytes, write_text
 
 KEY_FORMAT = "skippipe-key"
 PEERS_FORMAT = "skippipe-peers"
-VERSION = 1
 Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
@@ -49,15 +48,19 @@ class KeyFile:
     keys: KeyPair
     coordinator: str | None = None
     """Public key of the coordinator; none in the coordinator's own file."""
+    addresses: tuple[str, ...] = ()
+    """host:port of the coordinator, if the node was invited; else it has to be told."""
 
     def to_json(self) -> dict[str, Any]:
+        known = {"addresses": list(self.addresses)} if self.addresses else {}
         return {
             "format": KEY_FORMAT,
-            "version": VERSION,
+            "version": 2 if known else 1,
             "node": self.node,
             "public": self.keys.public,
             "secret": self.keys.secret,
             "coordinator": self.coordinator,
+            **known,
         }
 
     @classmethod
@@ -65,15 +68,16 @@ class KeyFile:
         import zmq
 
         fields = Fields(value, "")
-        fields.header(KEY_FORMAT, VERSION)
+        version = fields.header(KEY_FORMAT, 1, 2)
         node = fields.text("node")
         keys = KeyPair(check_key(fields.text("public"), "public"), check_key(fields.text("secret"), "secret"))
         if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
             raise UserError("public: this is not the public half of the secret key; make a new pair")
         known = fields.has("coordinator")
         coordinator = check_key(fields.text("coordinator"), "coordinator") if known else fields.take("coordinator")
+        addresses = texts(fields, "addresses") if version > 1 else ()
         fields.close()
-        return cls(node, keys, coordinator)
+        return cls(node, keys, coordinator, addresses)
 
     @classmethod
     def load(cls, path: Path) -> KeyFile:
@@ -89,33 +93,129 @@ class KeyFile:
         write_bytes(path, (json_text(self.to_json()) + "\n").encode(), private=True)
 
 
+def check_name(name: str, place: str) -> str:
+    if not name or not name.isprintable() or name != name.strip():
+        raise UserError(f"{place}: {name!a} has odd white space or control characters; use a plain name")
+    return name
+
+
+def texts(fields: Fields, name: str) -> tuple[str, ...]:
+    found = fields.items(name)
+    if not all(isinstance(each, str) for each in found):
+        raise UserError(f"{fields.at(name)}: expected texts only")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class IssuedInvitation:
+    """An invitation as the coordinator knows it: without its token."""
+
+    name: str
+    public: str
+    """Public half of the key pair that follows from the token."""
+    made_s: int
+    expires_s: int
+    ended: Literal["", "used", "revoked"] = ""
+    ended_s: int = 0
+    used_by: str = ""
+    """Public key that was admitted with it."""
+
+    def is_open(self, now_s: float) -> bool:
+        return not self.ended and now_s < self.expires_s
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> IssuedInvitation:
+        name, public = fields.text("name"), check_key(fields.text("public"), fields.at("public"))
+        made_s, expires_s = fields.integer("made_s"), fields.integer("expires_s")
+        ended = cast(Literal["", "used", "revoked"], fields.take("ended"))
+        if ended not in ("", "used", "revoked"):
+            raise UserError(f"{fields.at('ended')}: '{ended}' is none of used, revoked and nothing")
+        ended_s, used_by = fields.integer("ended_s"), str(fields.take("used_by"))
+        fields.close()
+        return cls(name, public, made_s, expires_s, ended, ended_s, used_by)
+
+
+@dataclass(frozen=True)
+class RevokedKey:
+    """A key that was shut out, for good."""
+
+    name: str
+    public: str
+    since_s: int
+    revoked_s: int
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> RevokedKey:
+        name, public = fields.text("name"), check_key(fields.text("public"), fields.at("public"))
+        found = cls(name, public, fields.integer("since_s"), fields.integer("revoked_s"))
+        fields.close()
+        return found
+
+
 @dataclass(frozen=True)
 class PeerList:
-    """Peers that may connect to a node: name → public key."""
+    """Peers that may connect to a node: name → public key. And, of a cluster to which nodes are invited: who was
+    invited, who was admitted when, and whose key was revoked."""
 
     peers: Mapping[str, str]
+    since_s: Mapping[str, int] = field(default_factory=dict)
+    """Peers that were admitted by an invitation → when."""
+    addresses: tuple[str, ...] = ()
+    """host:port of the coordinator, for invitations."""
+    invitations: tuple[IssuedInvitation, ...] = ()
+    revoked: tuple[RevokedKey, ...] = ()
 
     def __post_init__(self) -> None:
         first: dict[str, str] = {}
+        shut_out = {each.public for each in self.revoked}
         for name, public in self.peers.items():
-            if not name or not name.isprintable() or name != name.strip():
-                raise UserError(f"peers: {name!a} has odd white space or control characters; use a plain name")
+            check_name(name, "peers")
             check_key(public, f"peers.{name}")
             if first.setdefault(public, name) != name:
                 raise UserError(f"peers.{name}: the key is already that of '{first[public]}'; every node needs its own")
+            if public in shut_out:
+                raise UserError(f"peers.{name}: this key was revoked, and cannot come back; invite the node anew")
+
+    def expected(self, now_s: float) -> list[str]:
+        """Names that have a key or an open invitation."""
+        return list(dict.fromkeys([*self.peers, *(each.name for each in self.invitations if each.is_open(now_s))]))
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": PEERS_FORMAT, "version": VERSION, "peers": dict(self.peers)}
+        more = {
+            "since_s": dict(self.since_s),
+            "addresses": list(self.addresses),
+            "invitations": [asdict(each) for each in self.invitations],
+            "revoked": [asdict(each) for each in self.revoked],
+        }
+        used = any(more.values())
+        return {
+            "format": PEERS_FORMAT,
+            "version": 2 if used else 1,
+            "peers": dict(self.peers),
+            **(more if used else {}),
+        }
 
     @classmethod
     def from_json(cls, value: Any) -> PeerList:
         fields = Fields(value, "")
-        fields.header(PEERS_FORMAT, VERSION)
+        version = fields.header(PEERS_FORMAT, 1, 2)
         entries = fields.take("peers")
         peers = Fields(entries, "peers")
         found = {name: peers.text(name) for name in entries}
+        if version == 1:
+            fields.close()
+            return cls(found)
+        since = fields.take("since_s")
+        times = Fields(since, "since_s")
+        known = cls(
+            found,
+            {name: times.integer(name) for name in since},
+            texts(fields, "addresses"),
+            tuple(map(IssuedInvitation.from_fields, fields.objects("invitations"))),
+            tuple(map(RevokedKey.from_fields, fields.objects("revoked"))),
+        )
         fields.close()
-        return cls(found)
+        return known
 
     @classmethod
     def load(cls, path: Path) -> PeerList:

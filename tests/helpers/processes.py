@@ -115,12 +115,12 @@ class Place:
         path.write_text(JOB.format(**said, tokens=str(self.folder / "tokens"), nodes=nodes, stages=stages) + more)
         return path
 
-    def joining(self, name: str, port: int, peers: Path | None = None) -> Path:
+    def joining(self, name: str, port: int, peers: Path | None = None, key: Path | None = None) -> Path:
         keys = self.folder / "keys"
         said = {
             "listen": f"127.0.0.1:{port}",
             "peers": str(peers or keys / "peers.json"),
-            "key": str(keys / "coordinator.key"),
+            "key": str(key or keys / "coordinator.key"),
         }
         transport = "".join(f"transport.{name} = {value!r}\n" for name, value in said.items())
         return self.job(name, NODES, 2, transport)
@@ -128,6 +128,10 @@ class Place:
     def losses(self, name: str) -> list[float]:
         lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line)["loss"] for line in lines]
+
+    def has_trained(self, name: str, iterations: int) -> bool:
+        metrics = self.folder / name / "metrics.jsonl"
+        return metrics.exists() and len(metrics.read_text().splitlines()) >= iterations
 
     def is_trained(self, name: str) -> bool:
         model = self.folder / name / "model"

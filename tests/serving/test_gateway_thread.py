@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from skippipe import __version__
 from skippipe.inference.request import FinishReason
+from skippipe.runtime.admission import Admission
 from skippipe.runtime.fencing import Incarnation, stamped
 from skippipe.runtime.messages import (
     ControlMessage,
@@ -28,8 +30,9 @@ from skippipe.runtime.messages import (
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.node import ServingConfig
 from skippipe.serving.scheduler import EngineFull, SequenceRequest
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.mailbox import Mailbox
+from skippipe.transport.members import MemberStore
 
 PATIENCE_S = 20.0
 NODES = {"ann": 0, "bob": 1, "cem": 0}
@@ -71,12 +74,13 @@ class Peer:
 
 
 class Cluster(GatewayCallback):
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.node_config = ServingConfig("nowhere", (1, 1), NODES, vocabulary=50, fingerprint="", heartbeat_s=60.0)
         own, pairs = KeyPair.new(), {name: KeyPair.new() for name in NODES}
-        self.gateway = GatewayThread(
-            self.node_config, own, {name: pair.public for name, pair in pairs.items()}, callback=self
-        )
+        self.members = MemberStore.of_folder(folder)
+        PeerList({name: pair.public for name, pair in pairs.items()}).save(self.members.path)
+        admission = Admission(MemberStore.of_folder(folder), own)
+        self.gateway = GatewayThread(self.node_config, own, admission.publics, callback=self, admission=admission)
         self.events: list[tuple[str, str]] = []
         self.failure: Exception | None = None
         self.peers = {name: Peer(name, pair, self.gateway, own.public) for name, pair in pairs.items()}
@@ -120,8 +124,8 @@ class Cluster(GatewayCallback):
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    made = Cluster()
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
     try:
         yield made
     finally:
@@ -153,6 +157,17 @@ def test_a_node_that_reports_impossible_tokens_is_declared_lost_and_may_come_bac
     cluster.join("ann", "cem")
     step = ann.hears(RunStep)
     ann.say(Sampled(step.step, [7]))
+    cluster.until(lambda: cluster.reasons == [None])
+
+
+def test_a_node_that_is_revoked_is_lost_while_answers_go_on(cluster: Cluster) -> None:
+    cluster.join("ann", "bob", "cem")
+    cluster.members.revoke("ann")
+    assert "was revoked" in cluster.declared_lost("ann")
+    assert not cluster.peers["ann"].hears(Stop).again
+    cluster.until(lambda: cluster.gateway.stage_nodes == (1, 1))
+    cluster.ask()
+    cluster.peers["cem"].say(Sampled(cluster.peers["cem"].hears(RunStep).step, [7]))
     cluster.until(lambda: cluster.reasons == [None])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,11 +22,12 @@ from skippipe.cli.app import app
 from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.launch.torchrun import Rank
+from skippipe.presets import preset
 from skippipe.training import torchrun
 from skippipe.training.job_config import load_job
 from skippipe.transport.addresses import free_port, listen_address, own_address
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from tests.helpers.processes import FORKED, NODES, RUN_END_S, Command, Place, end, only_error, start
+from tests.helpers.processes import FORKED, NODES, RUN_END_S, Command, Place, end, only_error, start, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +105,8 @@ def test_nodes_join_and_strangers_do_not(
     said = [(tmp_path / f"{number}.log").read_text() for number in range(3 + NODES)]
     codes = [process.exitcode for process in (coordinator, *refused, *nodes)]
     assert codes == [0, 2, 2, *[0] * NODES], "".join(said)
-    assert only_error(said[1]).startswith(f"the coordinator at {at} refuses this node: its list of peers has")
-    assert "does not hold the key that this node knows" in only_error(said[2])
+    assert only_error(said[1]).startswith(f"key: {at} does not know this key: it was revoked, or is of another")
+    assert only_error(said[2]).startswith(f"key: {at} is not the coordinator that this key or invitation is for")
     assert f"waiting for {NODES} nodes to join {at}: {', '.join(sorted(names))}" in said[0]
     assert place.is_trained("joined")
     assert len(place.losses("joined")) == 2
@@ -128,6 +131,45 @@ def test_nodes_that_only_call_out(
         assert [process.exitcode for process in processes] == [0] * (1 + NODES), said
         assert said.count("cannot be called: it calls the others") == (2 if listen else 0) and "gone:" not in said, said
     assert place.losses("calling") == pytest.approx(place.losses("called"), rel=1e-5)
+
+
+def test_nodes_are_invited_and_one_is_revoked_while_training(
+    place: Place, skippipe: Command, many: Callable[..., list[BaseProcess]], tmp_path: Path
+) -> None:
+    port = free_port("127.0.0.1")
+    cluster, events = tmp_path / "cluster", place.folder / "invited" / "events.jsonl"
+    keys = {node.name: tmp_path / f"{node.name}.key" for node in preset(f"regions:{NODES}").nodes}
+    at = ("--address", f"127.0.0.1:{port}")
+    strings = {name: skippipe("invite", cluster, "--name", name, *at).out.strip() for name in keys}
+    job = place.joining("invited", port, peers=cluster / "peers.json", key=cluster / "coordinator.key")
+    job.write_text(job.read_text().replace("iterations = 2", "iterations = 5000"))
+    joining = (["node", string, "--key", keys[name]] for name, string in strings.items())
+    coordinator, *nodes = many(["train", job], *joining)
+    out, *others = keys
+    wait_for(lambda: place.has_trained("invited", 3))
+    assert skippipe("revoke", cluster, out).out == f"'{out}' is shut out: its key is void\n"
+    nodes[0].join(RUN_END_S)
+    assert "this node was revoked by the owner of the cluster" in only_error((tmp_path / "1.log").read_text())
+    done = len(place.losses("invited"))
+    wait_for(lambda: place.has_trained("invited", done + 3), RUN_END_S)
+    stolen = ["node", strings[others[0]], "--key", tmp_path / "thief.key"]
+    again, second = many(["node", "--key", keys[out]], stolen)[-2:]
+    again.join(RUN_END_S)
+    second.join(RUN_END_S)
+    assert "does not know this key" in only_error((tmp_path / f"{NODES + 1}.log").read_text())
+    assert "was used at" in only_error((tmp_path / f"{NODES + 2}.log").read_text())
+    assert not (tmp_path / "thief.key").exists()
+    os.kill(coordinator.pid or 0, signal.SIGINT)
+    for process in (*nodes, coordinator):
+        process.join(RUN_END_S)
+    assert [process.exitcode for process in (coordinator, *nodes)] == [130, 2, *[0] * (NODES - 1)]
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    kinds = {(each["kind"], each["node"]) for each in found}
+    assert {("admitted", name) for name in keys} | {("checked", name) for name in keys} <= kinds
+    assert {("revoked", out), ("gone", out), ("refused", out), ("refused", others[0])} <= kinds
+    rows = {row["name"]: row for row in skippipe("members", cluster, "--json").json}
+    assert [rows[name]["state"] for name in keys] == ["revoked", *["member"] * (NODES - 1)]
+    assert all(rows[name]["seen_s"] >= rows[name]["since_s"] > 0 for name in others)
 
 
 def test_nobody_answers(place: Place, names: list[str], refused: Callable[..., str]) -> None:
@@ -162,7 +204,7 @@ def test_the_coordinator_cannot_start(place: Place, names: list[str], refused: C
     del known[names[1]]
     PeerList(known).save(place.folder / "short.json")
     lacking = place.joining("short", 0, peers=place.folder / "short.json")
-    assert f"short.json: has no key of {names[1]}" in refused("train", lacking)
+    assert f"short.json: has neither a key nor an open invitation of {names[1]}" in refused("train", lacking)
     assert "--engine: 'warp' is none of processes" in refused("train", lacking, "--engine", "warp")
     assert "goes with --engine ray" in refused("train", lacking, "--ray-address", "127.0.0.1:6379")
 

@@ -33,6 +33,9 @@ MEANINGS = {
     "recovered": "the coordinator was restarted",
     "ending": "the end of the run was requested",
     "storage": "the model could not be written, or could be in the end",
+    "admitted": "a node that was invited got in with its own key",
+    "revoked": "a member was shut out for good",
+    "checked": "what a node that joins found out about its machine",
     "drill": "a node was killed on purpose, as a drill",
 }
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging

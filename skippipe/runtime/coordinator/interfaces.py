@@ -140,6 +140,9 @@ EventKind = Literal[
     "drill",
     "ending",
     "storage",
+    "admitted",
+    "revoked",
+    "checked",
 ]
 
 StopRequests = Callable[[], int]

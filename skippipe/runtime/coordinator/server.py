@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from skippipe.constraints import lanes_through
 from skippipe.errors import UserError
 from skippipe.plan import Plan
+from skippipe.runtime.admission import Admission
 from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, StopRequests
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
@@ -16,6 +18,7 @@ from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.rendezvous import EndedNodes, Listener, poll_s
 from skippipe.runtime.state_source import StateSource
+from skippipe.transport.admission import NodeNeeds
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox, Security
 from skippipe.transport.message import Message, MessageKind, Received, StatePiece
@@ -39,6 +42,7 @@ class CoordinatorServer:
         store: Callable[[int, int, Any], None],
         checkpoint_store: CheckpointStore | None = None,
         append_wal: Callable[[dict[str, Any]], None] = lambda record: None,
+        admission: Admission | None = None,
     ) -> None:
         self.checkpoint_store = checkpoint_store
         self.machine: Coordinator | None = None
@@ -56,6 +60,9 @@ class CoordinatorServer:
         self._disconnected: dict[str, tuple[float, str]] = {}
         """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""
         self._plan_json: tuple[Plan, dict[str, Any]] | None = None
+        self._admission = admission
+        if admission is not None:
+            admission.needs = self._needs
 
     @property
     def address(self) -> str:
@@ -98,7 +105,29 @@ class CoordinatorServer:
             if now >= until or machine.over:
                 del self._disconnected[name]
                 machine.node_lost(self._numbers[name], how)
+        if self._admission is not None:
+            self._follow_admission(machine, self._admission)
         machine.tick()
+
+    def _follow_admission(self, machine: Coordinator, admission: Admission) -> None:
+        for name, how in admission.poll(self._listener):
+            machine.log_event("revoked", how, self._numbers[name])
+            machine.node_lost(self._numbers[name], how)
+        for event in admission.events():
+            if event.name in self._numbers:
+                machine.log_event(event.kind, event.text, self._numbers[event.name])
+            else:  # it is invited, but has no place in this cluster
+                machine.log_event(event.kind, f"'{event.name}', which is not in the cluster of this job: {event.text}")
+
+    def _needs(self, name: str) -> NodeNeeds:
+        """What a node of the plan that the run started with is to bring; called by another thread."""
+        plan, node = self._node_config.plan, self._numbers.get(name, -1)
+        stage = plan.stage_of.get(node)
+        if stage is None:
+            return NodeNeeds(self._node_config.device)
+        work, layers = plan.workload, plan.layers[stage]
+        lanes = len(lanes_through([lane.path for lane in plan.lanes]).get(node, ()))
+        return NodeNeeds(self._node_config.device, work.fixed_bytes(stage, layers) + lanes * work.held_bytes(layers))
 
     def close(self) -> None:
         self._mailbox.close()

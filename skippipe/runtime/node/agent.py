@@ -7,9 +7,8 @@ Links to the peers that this node exchanges messages with are watched (`peer_lin
 is told within a heartbeat; unless the coordinator is silent as well, for then it is this node that is
 cut off.
 
-When the coordinator is gone, the node finishes what it can and waits for it to come back, at the same address or at
-another one of its list. A node that the coordinator has declared dead by mistake announces itself again and starts
-over.
+When the coordinator is gone, the node finishes what it can and waits for it to come back, here or at another address
+of its list. A node that it has declared dead by mistake announces itself again and starts over.
 """
 
 from __future__ import annotations

@@ -57,6 +57,8 @@ class PeerLinks:
             self._peers[name] = address, public
             if public is not None or self._mailbox.security == "none":
                 self._mailbox.allow(name, public)
+            else:  # its key was revoked
+                self._mailbox.forbid(name)
 
     def connect(self, name: str) -> None:
         """Connect to a peer whose address is known, unless there is a connection."""

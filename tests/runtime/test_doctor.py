@@ -1,0 +1,305 @@
+"""Ten wrong setups, each named in one line by `skippipe doctor` or at join: real sockets, and a real MTU."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skippipe import __version__
+from skippipe.errors import UserError
+from skippipe.runtime.doctor import Examined, check_at_join, examine
+from skippipe.runtime.node.interfaces import JoinConfig
+from skippipe.transport.addresses import free_port, split_address
+from skippipe.transport.admission import NodeNeeds
+from skippipe.transport.enrolment import Finding, admission_address
+from skippipe.transport.keys import KeyFile, KeyPair
+from tests.helpers.admission_door import HOUR_S, Door
+from tests.helpers.disks import full_disk
+from tests.helpers.processes import Command, only_error
+
+MTU = 1000
+END_S = 60.0
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    with ExitStack() as stack:
+        yield Door(tmp_path / "cluster", stack)
+
+
+@pytest.fixture
+def machine(door: Door, tmp_path: Path) -> Examined:
+    """One that was invited as 'bob' and is well."""
+    invitation = door.invite()
+    return Examined(tmp_path / "home", (door.address,), invitation.keys, door.keys.public, connect_s=1.0)
+
+
+def found(machine: Examined, check: str) -> Finding:
+    (only,) = [each for each in examine(machine, brief=True) if each.check == check]
+    assert "\n" not in only.text
+    return only
+
+
+def wrong(machine: Examined, check: str) -> str:
+    finding = found(machine, check)
+    assert finding.level == "wrong"
+    return finding.text
+
+
+def test_a_machine_that_is_well(machine: Examined, door: Door) -> None:
+    door.needs = lambda name: NodeNeeds("cpu", 2**20)
+    findings = examine(machine)
+    assert [each for each in findings if each.level == "wrong"] == []
+    checks = "version coordinator key clock port mtu bandwidth device memory disk"
+    assert [each.check for each in findings] == checks.split()
+    assert door.store.load().peers == {}, "the invitation is not used up by this"
+
+
+# Ten wrong setups
+
+
+def test_a_closed_port(machine: Examined) -> None:
+    closed = f"127.0.0.1:{free_port('127.0.0.1')}"
+    finding = found(replace(machine, address=closed), "port")
+    assert finding.level == "warning"
+    assert f"cannot reach this machine at {closed}: nothing listens at this port; open or forward" in finding.text
+    with socket.create_server(("127.0.0.1", 0)) as other:  # a port that leads to another program
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        assert "another machine answers there" in found(replace(machine, address=taken), "port").text
+        assert f"{taken}: cannot listen there: address already in use" in wrong(replace(machine, listen=taken), "port")
+
+
+def test_a_wrong_key(machine: Examined, door: Door) -> None:
+    stranger = replace(machine, keys=KeyPair.new())
+    assert wrong(stranger, "key").startswith(f"{door.address} does not know this key: it was revoked, or is of another")
+    elsewhere = replace(machine, coordinator=KeyPair.new().public)
+    assert "is not the coordinator that this key or invitation is for" in wrong(elsewhere, "key")
+
+
+def test_an_expired_invitation(machine: Examined, door: Door) -> None:
+    door.clock.now_s += HOUR_S
+    assert wrong(machine, "invitation").startswith("the invitation of 'bob' has expired at 20")
+
+
+def test_a_clock_that_is_off_by_an_hour(machine: Examined) -> None:
+    fast = replace(machine, clock=lambda: time.time() + HOUR_S)
+    assert wrong(fast, "clock").startswith("3,600 s ahead of the coordinator's; set one of them: timedatectl")
+    assert "3,600 s behind" in wrong(replace(machine, clock=lambda: time.time() - HOUR_S), "clock")
+
+
+def test_two_nodes_with_one_name(machine: Examined, door: Door) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        door.at_work["bob"] = f"127.0.0.1:{first.getsockname()[1]}"
+        assert f"another node works as 'bob' at {door.at_work['bob']}" in wrong(machine, "name")
+        with pytest.raises(UserError, match=r"^name: another node works as 'bob' at .*; stop one of the two"):
+            check_at_join(machine, 1.0, print)
+        (event,) = door.server.events()
+        assert (event.kind, event.name) == ("checked", "bob")
+        assert event.text.startswith("name: another node works as 'bob'"), "the coordinator's log has it too"
+    assert "name" not in [each.check for each in examine(machine, brief=True)], "that one is gone: this takes its place"
+    door.at_work["bob"] = "none"
+    out_only = replace(machine, listen="none")
+    assert found(out_only, "port").text == "this machine only calls out, as --listen says"
+
+
+def test_another_version(machine: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skippipe.transport.admission.__version__", "9.9.9")
+    line = f"skippipe {__version__} here, 9.9.9 at the coordinator; use one version: pip install skippipe==9.9.9"
+    assert wrong(machine, "version") == line
+    with pytest.raises(UserError, match=r"^version: "):
+        check_at_join(machine, 1.0, print)
+
+
+def test_a_blocked_coordinator(machine: Examined) -> None:
+    """A port whose queue is full: the kernel drops packets, as a firewall does."""
+    with ExitStack() as stack:
+        port = free_port("127.0.0.1")
+        for each in (port, port + 1):
+            server = stack.enter_context(socket.socket())
+            server.bind(("127.0.0.1", each))
+            server.listen(0)
+            for _ in range(3):
+                filling = stack.enter_context(socket.socket())
+                filling.setblocking(False)
+                with suppress(BlockingIOError):
+                    filling.connect(("127.0.0.1", each))
+        blocked = replace(machine, addresses=(f"127.0.0.1:{port + 1}",))
+        line = wrong(blocked, "coordinator")
+    assert line.startswith(f"127.0.0.1:{port + 1}: nothing came back in 1 s; is that machine on")
+    assert f"let TCP ports {port} and {port + 1} through?" in line
+    nobody = replace(machine, addresses=(f"127.0.0.1:{port + 1}", "no.such.host.invalid:5555"))
+    line = wrong(nobody, "coordinator")
+    assert "nothing listens at this port" in line and "no machine of this name is known" in line
+
+
+class Narrow:
+    """A way to a port over which large packets do not get through: whatever is sent at once beyond a size is lost,
+    with all that follows."""
+
+    def __init__(self, port: int, largest: int) -> None:
+        self._port, self._largest = port, largest
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self.server]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self.server.accept()
+                far = socket.create_connection(("127.0.0.1", self._port))
+                self._sockets += [near, far]
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while 0 < len(data := source.recv(65536)) <= self._largest:
+                sink.sendall(data)
+
+
+def test_large_packets_that_do_not_get_through(machine: Examined, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skippipe.runtime.doctor.LARGE_S", 1.0)
+    narrow = Narrow(split_address(admission_address(door.address))[1], MTU)
+    try:
+        at = f"127.0.0.1:{narrow.server.getsockname()[1] + 1}"
+        assert wrong(replace(machine, addresses=(at,)), "mtu").startswith(
+            "small packets get through and large ones do not"
+        )
+    finally:
+        narrow.close()
+
+
+def test_a_full_disk(machine: Examined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with full_disk(0):
+        line = wrong(machine, "disk")
+    assert line == f"{machine.folder}: file too large; make room, or name another folder"
+    (tmp_path / "file").write_text("")
+    assert "not a directory" in wrong(replace(machine, folder=tmp_path / "file" / "home"), "disk")
+    monkeypatch.setattr("skippipe.runtime.doctor.LITTLE_DISK_BYTES", 2**62)
+    assert "MiB are free; make room" in found(machine, "disk").text
+
+
+def test_no_driver(machine: Examined, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skippipe.runtime.doctor.DRIVER", tmp_path / "none")
+    door.needs = lambda name: NodeNeeds("cuda")
+    line = "cuda: no NVIDIA driver is loaded; install it, or use --device cpu"
+    assert wrong(machine, "device") == line
+    with pytest.raises(UserError, match=f"^device: {line}"):
+        check_at_join(machine, 1.0, print)
+    assert found(replace(machine, device="cpu"), "device").level == "ok"
+
+
+def test_too_little_memory(machine: Examined, door: Door) -> None:
+    door.needs = lambda name: NodeNeeds("cpu", 2**50)
+    assert "the plan needs 1048576.0 GiB here" in wrong(machine, "memory")
+
+
+# The command
+
+
+def test_the_command(door: Door, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    invitation = door.invite()
+    ran = skippipe("doctor", invitation.to_text())
+    assert ran.code == 0, ran
+    assert "ok       key: known to the coordinator as 'bob'\n" in ran.out
+    pair = KeyPair.new()
+    assert door.enrol(invitation, pair.public) == ""
+    KeyFile("bob", pair, door.keys.public, (door.address,)).save(tmp_path / ".skippipe" / "node.key")
+    assert skippipe("doctor").code == 0
+    assert skippipe("doctor", tmp_path / ".skippipe").code == 0
+    door.store.revoke("bob")
+    ran = skippipe("doctor", "--json")
+    assert ran.code == 1
+    (finding,) = [each for each in ran.json["findings"] if each["level"] == "wrong"]
+    assert finding["check"] == "key"
+    assert not ran.json["well"]
+    ran = skippipe("doctor", door.address)
+    assert ran.code == 0
+    assert "warning  key: not checked" in ran.out
+    assert "copy the whole string again" in only_error(skippipe("doctor", invitation.to_text()[:-3]).err)
+
+
+def test_a_node_remembers(door: Door, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[JoinConfig] = []
+
+    class Agent:
+        def __init__(self, config: JoinConfig, _: object) -> None:
+            joined.append(config)
+
+        def run(self) -> str:
+            return ""
+
+    monkeypatch.setattr("skippipe.runtime.node.agent.NodeAgent", Agent)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "this machine was not invited yet" in only_error(skippipe("node").err)
+    first = door.invite().to_text()
+    for words in ([first], [], [first]):  # the string a second time, on the same machine, does no harm
+        ran = skippipe("node", *words)
+        assert ran.code == 0, ran
+    assert {(each.name, each.coordinator, each.keys) for each in joined} == {("bob", door.address, joined[0].keys)}
+    assert door.store.load().peers == {"bob": joined[0].keys.public if joined[0].keys else ""}
+    other = door.invite("carol").to_text()
+    assert "is the key of node 'bob'; to be 'carol' as well" in only_error(skippipe("node", other).err)
+    door.store.revoke("bob")
+    assert "does not know this key" in only_error(skippipe("node").err)
+    assert "was used at" in only_error(skippipe("node", first).err)
+    assert skippipe("node", door.invite().to_text()).code == 0, "invited anew"
+    assert joined[-1].keys != joined[0].keys
+
+
+@pytest.mark.slow
+def test_a_real_mtu_that_is_too_small(tmp_path: Path) -> None:
+    """Two machines of their own, and a switch between them with a small MTU that tells nobody."""
+    script = f"""
+set -e
+ip link add middle type bridge
+ip link set middle up
+for i in 1 2; do
+  unshare --net sleep {END_S:g} &
+  pid=$!
+  eval "pid$i=$pid"
+  until [ "$(readlink /proc/$pid/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do :; done
+  ip link add port$i type veth peer name eth0 netns $pid
+  ip link set port$i master middle up
+  nsenter -t $pid -n ip addr add 10.0.0.$i/24 dev eth0
+  nsenter -t $pid -n ip link set lo up
+  nsenter -t $pid -n ip link set eth0 gso_max_segs 1 up
+done
+trap "kill $pid1 $pid2" EXIT
+ip link set port1 mtu {MTU}
+mkfifo {tmp_path}/in
+nsenter -t $pid1 -n {sys.executable} -m tests.helpers.admission_door {tmp_path}/door 10.0.0.1:5555 \
+  < {tmp_path}/in > {tmp_path}/out &
+exec 3> {tmp_path}/in
+until [ -s {tmp_path}/out ]; do sleep 0.1; done
+HOME={tmp_path} nsenter -t $pid2 -n {sys.executable} -m skippipe doctor "$(cat {tmp_path}/out)" --json || true
+exec 3>&-
+wait %3 || true
+"""
+    command = ["unshare", "--map-root-user", "--net", "bash", "-c", script]
+    if subprocess.run([*command[:3], "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no network namespaces here")
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
+    assert ran.stdout, ran.stderr
+    findings: dict[str, Any] = {each["check"]: each for each in json.loads(ran.stdout)["findings"]}
+    assert findings["key"]["level"] == "ok"
+    assert findings["mtu"]["level"] == "wrong"
+    assert findings["mtu"]["text"].startswith("small packets get through and large ones do not")

@@ -1,0 +1,217 @@
+"""Invitations, and the coordinator's admission over real sockets: who gets in, once, and who does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skippipe import __version__
+from skippipe.errors import UserError
+from skippipe.transport.addresses import free_port
+from skippipe.transport.enrolment import (
+    MOST_REQUEST_BYTES,
+    Admitted,
+    Call,
+    Called,
+    Check,
+    Checked,
+    Enrol,
+    NoConversation,
+    Refusal,
+    enrol,
+    read_reply,
+    read_request,
+)
+from skippipe.transport.invitation import PREFIX, Invitation
+from skippipe.transport.keys import KeyPair, PeerList
+from skippipe.transport.members import MemberStore, NotAdmitted
+from tests.helpers.admission_door import Door
+
+HOUR_S = 3600.0
+WITHIN_S = 10.0
+SOMEBODY = KeyPair.new()
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[Door]:
+    with ExitStack() as stack:
+        yield Door(tmp_path / "cluster", stack)
+
+
+names = st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), min_size=1, max_size=12)
+addresses = st.sampled_from(["10.0.0.1:5555", "[2001:db8::7]:5555", "coordinator.example.org:443", "[::1]:2"])
+
+
+@settings(max_examples=40, deadline=None)
+@given(names, st.lists(addresses, min_size=1, max_size=8, unique=True), st.integers(0, 2**32 - 1), st.data())
+def test_an_invitation_is_read_as_it_was_written(
+    name: str, where: list[str], expires_s: int, data: st.DataObject
+) -> None:
+    made = Invitation(name, SOMEBODY.public, tuple(where), expires_s)
+    text = made.to_text()
+    assert Invitation.from_text(f" {text[:30]}\n  {text[30:]} ") == made
+    assert Invitation.from_text(text).keys == made.keys
+    at = data.draw(st.integers(0, len(text) - 1))
+    other = data.draw(st.sampled_from("AZaz09-_"))
+    for damaged in (text[:at], text[:at] + other + text[at + 1 :], text + other):
+        if damaged != text:
+            with pytest.raises(UserError, match=r"ask for a new one|update skippipe"):
+                Invitation.from_text(damaged)
+
+
+def test_an_invitation_of_one_address_fits_on_a_line() -> None:
+    text = Invitation("bob", KeyPair.new().public, ("203.0.113.7:5555",), 2**31).to_text()
+    assert text.startswith(PREFIX)
+    assert len(text) <= 110
+    assert "bob" not in repr(Invitation.from_text(text).token), "and its token is not printed by accident"
+    assert "token" not in repr(Invitation.from_text(text))
+
+
+def test_an_invitation_admits_one_key_once(door: Door) -> None:
+    invitation, pair = door.invite(), KeyPair.new()
+    stored = door.store.path.read_text()
+    assert invitation.keys.public in stored
+    assert invitation.keys.secret not in stored and invitation.token.hex() not in stored
+    assert door.enrol(invitation, pair.public) == ""
+    assert door.store.load().peers == {"bob": pair.public}
+    event = door.event()
+    assert (event.kind, event.name) == ("admitted", "bob")
+    assert "127.0.0.1" in event.text
+    assert door.enrol(invitation, pair.public) == "", "who has not heard the answer asks again"
+    assert door.server.events() == []
+    assert "was used at" in door.enrol(invitation), "another key with the same invitation"
+    event = door.event()
+    assert (event.kind, event.name) == ("refused", "bob")
+    assert "was used at" in event.text and "(asked from 127.0.0.1)" in event.text
+    assert door.store.load().peers == {"bob": pair.public}
+
+
+def test_a_used_invitation_stays_used_when_the_coordinator_is_started_again(door: Door) -> None:
+    invitation, pair = door.invite(), KeyPair.new()
+    assert door.enrol(invitation, pair.public) == ""
+    door.server.close()
+    door.open()
+    assert "was used at" in door.enrol(invitation)
+    with door.client(pair) as client:
+        assert client.ask(Check(__version__), Checked).name == "bob", "the member is known"
+
+
+def test_who_is_not_let_in(door: Door) -> None:
+    late = door.invite("late", lasting_s=60)
+    door.clock.now_s += 61
+    assert "has expired at" in door.enrol(late)
+    assert door.event().kind == "refused"
+    first, second = door.invite("carol"), door.invite("carol")
+    assert "was withdrawn at" in door.enrol(first), "a new invitation makes the one before void"
+    assert door.enrol(second) == ""
+    stranger = Invitation("dave", door.keys.public, (door.address,), 2**31)
+    assert "is not known there" in door.enrol(stranger)
+    elsewhere = Invitation("bob", KeyPair.new().public, (door.address,), 2**31)
+    assert "is not the coordinator that this" in door.enrol(elsewhere)
+    other_version = pytest.raises(UserError, match=f"skippipe 0.0.0 here, {__version__} at the coordinator")
+    with door.client(door.invite("eve").keys) as client, other_version:
+        client.ask(Enrol(KeyPair.new().public, "0.0.0"), Admitted)
+    assert door.store.load().peers.keys() == {"carol"}
+
+
+def test_what_an_invitation_is_good_for(door: Door) -> None:
+    """Enrolment and looking at oneself; a closed one for nothing but to be told so."""
+    invitation = door.invite()
+    with door.client(invitation.keys) as client:
+        assert client.ask(Check(__version__), Checked).closed == ""
+        assert client.ask(Call("127.0.0.1:1", "0" * 32), Called).failure == "nothing listens at this port"
+        assert client.send_pieces(5000, 5000) < WITHIN_S
+        assert door.enrol(invitation) == ""
+        assert "was used at" in client.ask(Check(__version__), Checked).closed
+        with pytest.raises(UserError, match="was used at"):
+            client.ask(Call("127.0.0.1:1", "0" * 32), Called)
+
+
+def test_requests_of_a_key_are_limited(door: Door) -> None:
+    with door.client(door.invite().keys) as client, pytest.raises(UserError, match="too many requests"):
+        for _ in range(100):
+            client.ask(Call("127.0.0.1:1", "0" * 32), Called)
+
+
+def test_a_revoked_key_gets_no_further_than_the_handshake(door: Door) -> None:
+    invitation, pair = door.invite(), KeyPair.new()
+    assert door.enrol(invitation, pair.public) == ""
+    door.server.events()
+    door.store.revoke("bob")
+    with door.client(pair) as client, pytest.raises(NoConversation) as refused:
+        client.ask(Check(__version__), Checked)
+    assert refused.value.refusal is Refusal.KEY_UNKNOWN
+    assert "a key that was revoked, from 127.0.0.1" in door.event().text
+    again = door.invite()
+    assert "known here already" in door.enrol(again, pair.public), "the key cannot come back"
+    assert door.enrol(again) == "", "the name can"
+
+
+def test_the_list_of_members(door: Door) -> None:
+    door.enrol(door.invite("bob"))
+    door.invite("carol", lasting_s=60)
+    door.invite("dave", lasting_s=600)
+    door.enrol(door.invite("eve"))
+    door.store.revoke("eve")
+    door.store.write_seen({"bob": 1000.0})
+    door.clock.now_s += 100
+    states = {row.name: row.state for row in door.store.rows()}
+    assert states == {"bob": "member", "carol": "expired", "dave": "invited", "eve": "revoked"}
+    assert door.store.rows()[0].seen_s == 1000
+    assert door.store.load().expected(door.clock()) == ["bob", "dave"]
+    with pytest.raises(UserError, match="'frank': is neither a member nor invited; there are: bob, dave"):
+        door.store.revoke("frank")
+    with pytest.raises(UserError, match="--name bob: is a member already"):
+        door.invite("bob")
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_addresses_of_both_kinds_are_tried_and_the_one_that_answers_comes_first(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        door = Door(tmp_path, stack, f"[::1]:{free_port('::1') + 1}")
+        nowhere = f"127.0.0.1:{free_port('127.0.0.1') + 1}"
+        invitation = door.store.invite("bob", door.keys.public, 60, (nowhere, door.address))
+        again = Invitation.from_text(invitation.to_text())
+        assert enrol(again, KeyPair.new().public, __version__, 0.0, print) == (door.address, nowhere)
+        assert "from ::1" in door.event().text
+
+
+def test_two_who_come_at_once_with_one_invitation(door: Door) -> None:
+    """The file decides, not the process: whoever is second has the lock second."""
+    invitation = door.invite()
+    stores = [MemberStore.of_folder(door.folder) for _ in range(2)]
+    assert stores[0].admit(invitation.keys.public, KeyPair.new().public) == "bob"
+    with pytest.raises(NotAdmitted, match="was used at"):
+        stores[1].admit(invitation.keys.public, KeyPair.new().public)
+
+
+def test_lists_of_earlier_releases_are_read_and_a_revoked_key_is_not(tmp_path: Path) -> None:
+    path, public = tmp_path / "peers.json", KeyPair.new().public
+    PeerList({"ann": public}).save(path)
+    assert json.loads(path.read_text())["version"] == 1
+    store = MemberStore(path)
+    assert store.current().peers == {"ann": public}
+    store.revoke("ann")
+    known = json.loads(path.read_text())
+    known["peers"] = {"ann": public}
+    path.write_text(json.dumps(known))
+    with pytest.raises(UserError, match="ann: this key was revoked, and cannot come back"):
+        store.current()
+
+
+@pytest.mark.parametrize("reader", [read_request, read_reply])
+@pytest.mark.parametrize(
+    "frame",
+    [b"", b"{}", b"[]", b"\xff", b'{"ask":"enrol"}', b'{"ask":"check","version":1}', b"[" * 9999, b" " * 2**20],
+)
+def test_odd_requests_are_refused_in_one_line(reader: Callable[[bytes], object], frame: bytes) -> None:
+    with pytest.raises(UserError) as refused:
+        reader(frame)
+    assert len(str(refused.value)) < 200 and str(refused.value).isprintable()
+    assert MOST_REQUEST_BYTES < 2**20
