@@ -25,7 +25,8 @@ from skippipe.errors import Infeasible
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, Problem, lane_unit
 from skippipe.planner.published import EXAMPLES, Example
-from skippipe.planner.strategies import PlanRequest, Strategy, compile_kernels, compile_search, make_plan
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import compile_kernels, compile_search, make_plan
 from skippipe.presets import preset, random_cluster
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing

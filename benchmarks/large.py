@@ -17,7 +17,8 @@ from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.repair.repair import compile_repair, repaired
-from skippipe.planner.strategies import PlanRequest, Strategy, compile_search, make_plan
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import compile_search, make_plan
 from skippipe.workload import MODELS, Workload
 
 PLANNING_S = 60.0

@@ -10,7 +10,8 @@ import time
 
 from skippipe.planner.problem import Placement, Problem
 from skippipe.planner.published import published20
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import make_plan
 from skippipe.timeline import Timing
 
 GOAL_S = 32.8

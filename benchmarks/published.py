@@ -11,7 +11,8 @@ import sys
 
 from skippipe.planner.problem import Problem
 from skippipe.planner.published import Example, published18, published20, published42
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import make_plan
 from skippipe.timeline import Timing
 
 ORDER = (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE)

@@ -23,7 +23,8 @@ from skippipe.planner.problem import Problem
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.repair.repair import compile_repair, repaired
 from skippipe.planner.repair.stage_assignment import StageAssignment
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import make_plan
 from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 

@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from skippipe.collectives.rings import ring_edges
 from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import ring_edges
 from skippipe.collectives.transfers import FreeLinks, MergedSchedule, TransferTimes, free_links, merged, transfer_times
 from skippipe.constraints import circle
 from skippipe.cost_model import CostModel

@@ -12,43 +12,33 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from functools import cache
 
-import numpy as np
-
-from skippipe.constraints import NodePath, circle
-from skippipe.cost_model import NEVER_NS, cost_model_of, seconds
+from skippipe.cost_model import cost_model_of, seconds
 from skippipe.errors import Infeasible, UserError
 from skippipe.jit import compile_beside
 from skippipe.jitter import Jitter
-from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.astar import INFINITE_NS
+from skippipe.plan import Plan
 from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.bounds.lower_bound import Bound, lower_bound
-from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, averagings, lane_unit
+from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, lane_unit
 from skippipe.planner.repair.repair import repaired
+from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
 from skippipe.planner.search.annealing import LARGE, PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
+from skippipe.planner.two_phase import TRIALS, TwoPhaseSearch
 from skippipe.presets import datacentre
-from skippipe.simulator import PlacementCosts, path_arrays, simulate
+from skippipe.simulator import simulate
 from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
-TRIALS = 8_000  # of the genetic search, as in the study
-SHORTLISTED = 200  # placements that get a first look: the whole population, if time allows
-FIRST_BRANCHES = 200  # branches for each of them
-BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
-ALLOCATION_SHARE = 0.4  # of the seconds
 CBS_SHARE = 0.3  # of the seconds, for the study's method, with which `best` begins if there are many lanes
 CBS_FROM_S = 10.0  # in fewer seconds it finds little
 PARTS_SHARE = 0.3  # of the seconds or changes, for a large cluster in parts
@@ -59,52 +49,6 @@ FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes
 EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for people who watch it
 CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
-ROUND_ROBIN_ATTEMPTS = 50  # to deal out paths without a missing link
-
-
-class Strategy(StrEnum):
-    BEST = "best"
-    SKIPPIPE = "skippipe"
-    NO_TC2 = "no-tc2"
-    DTFM_SKIP = "dtfm-skip"
-    DTFM = "dtfm"
-
-
-PlanProgress = Callable[[str, float, float | None], None]
-"""Called with what is being done, which share of it is done, and the best iteration so far, in seconds."""
-
-
-@dataclass(frozen=True)
-class PlanRequest:
-    """Budget and options of one planning run. Steps are counted, so the same seed gives the same plan; seconds only cut
-    the search short."""
-
-    seed: int = 0
-    budget_s: float = 60.0
-    placement: Placement | None = None
-    """Keep these nodes on these stages, and search paths only; None: search both."""
-    progress: PlanProgress = lambda what, share, best_s: None
-    clock: Callable[[], float] = time.monotonic
-    stopped: Callable[[], bool] = lambda: False
-    """Called between steps; once it returns True, the best plan so far is the result."""
-    changes: float = math.inf
-    """Changes that `best` may try: a limit like seconds, but one that can be repeated exactly."""
-    bound_s: float = 0.0
-    """Seconds for a proven lower bound, once there is a plan; 0: no bound."""
-    start: Plan | None = None
-    """The plan that `best` begins with; None: one that it makes in a moment."""
-    robust: float = 0.0
-    """Jitter under which `best` chooses its plan, by the 95th percentile; 0: by the promised iteration."""
-
-
-@dataclass
-class _Incumbent:
-    """The best paths so far, and the placement that they are for."""
-
-    value_ns: int
-    placement: Placement
-    lanes: list[tuple[int, int]]
-    paths: tuple[NodePath, ...]
 
 
 def make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Plan:
@@ -142,7 +86,7 @@ def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pl
         plan = _best(problem, request)
     else:
         compile_kernels()
-        plan = _TwoPhaseSearch(problem, strategy, request).plan()
+        plan = TwoPhaseSearch(problem, strategy, request).plan()
     plan = averaging_fastest(plan, thorough=True)
     plan = plan.promising(simulate(plan, problem.timing))
     return _bounded(problem, plan, request) if request.bound_s else plan
@@ -165,7 +109,7 @@ def compile_kernels() -> None:
     _compile_averaging()
     allocate(problem, Budget(1, math.inf, time.monotonic), seed=0)
     once = PlanRequest(budget_s=math.inf, placement=((0,), (1,), (2,)))
-    _TwoPhaseSearch(problem, Strategy.SKIPPIPE, once).plan()
+    TwoPhaseSearch(problem, Strategy.SKIPPIPE, once).plan()
 
 
 @cache
@@ -280,15 +224,15 @@ def _initial_plans(problem: Problem, request: PlanRequest, until: float) -> list
     """
     trials = 1 + FIRST_TRIALS // len(problem.cluster) if request.changes < math.inf else TRIALS
     quick = replace(request, budget_s=FIRST_SHARE * request.budget_s)
-    found = [_TwoPhaseSearch(problem, Strategy.DTFM_SKIP, quick, trials).plan()]
+    found = [TwoPhaseSearch(problem, Strategy.DTFM_SKIP, quick, trials).plan()]
     if request.placement is None and problem.decision_variables.sizes and request.clock() < until:
         with suppress(Infeasible):
-            full = _TwoPhaseSearch(full_pipeline(problem), Strategy.DTFM_SKIP, quick, trials).plan()
+            full = TwoPhaseSearch(full_pipeline(problem), Strategy.DTFM_SKIP, quick, trials).plan()
             placement = tuple(stage.nodes for stage in full.stages)
-            found.append(_TwoPhaseSearch(problem, Strategy.DTFM_SKIP, replace(quick, placement=placement)).plan())
+            found.append(TwoPhaseSearch(problem, Strategy.DTFM_SKIP, replace(quick, placement=placement)).plan())
     if _begins_with_cbs(problem, request):
         cbs_request = replace(request, budget_s=CBS_SHARE * request.budget_s)
-        found.append(_TwoPhaseSearch(problem, Strategy.SKIPPIPE, cbs_request).plan())
+        found.append(TwoPhaseSearch(problem, Strategy.SKIPPIPE, cbs_request).plan())
     return sorted(found, key=iteration_ns)
 
 
@@ -314,183 +258,6 @@ def full_pipeline(problem: Problem) -> Problem:
     idle."""
     size = len(problem.cluster) // problem.stages
     return replace(problem, visited=problem.stages, swaps=0, sizes=(size,) * problem.stages)
-
-
-class _TwoPhaseSearch:
-    def __init__(self, problem: Problem, strategy: Strategy, request: PlanRequest, trials: int = TRIALS) -> None:
-        self.problem = problem
-        self.trials = trials
-        self.strategy = strategy
-        self.request = request
-        self.until = request.clock() + request.budget_s
-        self.incumbent: _Incumbent | None = None
-
-    def plan(self) -> Plan:
-        placements = self._placements()
-        self._try_round_robin(placements[0])
-        if self.strategy is not Strategy.DTFM_SKIP:
-            self._search(placements)
-        assert self.incumbent is not None
-        return self._finished(self.incumbent)
-
-    def _placements(self) -> list[Placement]:
-        if self.request.placement:
-            return [tuple(tuple(nodes) for nodes in self.request.placement)]
-        share = 1.0 if self.strategy is Strategy.DTFM_SKIP else ALLOCATION_SHARE
-        budget = self._budget("placing nodes on stages", self.trials, share * self.request.budget_s)
-        return allocate(self.problem, budget, self.request.seed, SHORTLISTED)
-
-    def _budget(self, what: str, steps: int, budget_s: float) -> Budget:
-        def on_step(spent: int, steps: int) -> None:
-            self.request.progress(what, spent / steps, seconds(self.incumbent.value_ns) if self.incumbent else None)
-
-        return Budget(steps, budget_s, self.request.clock, self.request.stopped, on_step)
-
-    def _try_round_robin(self, placement: Placement) -> None:
-        """Begin with the round-robin baseline: a valid incumbent at once, whatever the search brings.
-
-        Its simulated time also bounds the search without TC2: paths that take longer even alone are no better.
-        """
-        problem = self.problem
-        lanes = problem.lanes_of(placement)
-        for attempt in range(ROUND_ROBIN_ATTEMPTS):
-            paths = round_robin_paths(problem, placement, lanes, [self.request.seed, attempt])
-            if all_reachable(problem, paths):
-                break
-        else:
-            self._update_incumbent(placement, lanes, paths, INFINITE_NS)  # anything that the search finds is better
-            return
-        placement_costs = PlacementCosts.of(
-            problem.costs, averagings(problem, placement), problem.dispatch, problem.timing, problem.split_backward
-        )
-        rows, lengths = path_arrays(paths)
-        microbatches = np.array([count for _, count in lanes], dtype=np.int64)
-        self._update_incumbent(
-            placement, lanes, paths, placement_costs.run_iteration(rows, lengths, microbatches).iteration_ns
-        )
-
-    def _update_incumbent(
-        self, placement: Placement, lanes: list[tuple[int, int]], paths: tuple[NodePath, ...], value_ns: int
-    ) -> None:
-        if self.incumbent is None or value_ns < self.incumbent.value_ns:
-            self.incumbent = _Incumbent(value_ns, placement, lanes, paths)
-
-    def _search(self, placements: list[Placement]) -> None:
-        """A short search of every placement, then the rest of the budget for the best of them."""
-        if len(placements) > 1:
-            half_time = (self.request.clock() + self.until) / 2
-            for number, placement in enumerate(placements):
-                if self.request.clock() >= half_time or self.request.stopped():
-                    break
-                what = f"first look at placement {number + 1} of {len(placements)}"
-                self._search_paths(placement, self._agent_groupings(placement)[:1], FIRST_BRANCHES, what)
-        assert self.incumbent is not None
-        placement = self.incumbent.placement
-        self._search_paths(placement, self._agent_groupings(placement), BRANCHES, "searching paths")
-
-    def _search_paths(
-        self, placement: Placement, agent_groupings: list[list[LaneAgent]], branches: int, what: str
-    ) -> None:
-        for groups in agent_groupings:
-            lanes = [(group.data_node, count) for group in groups for count in group.lanes]
-
-            def better(paths: tuple[NodePath, ...], value_ns: int, lanes: list[tuple[int, int]] = lanes) -> None:
-                self._update_incumbent(placement, lanes, paths, value_ns)
-
-            budget = self._budget(what, branches, self.until - self.request.clock())
-            assert self.incumbent is not None
-            search = PathSearch(self.problem, placement, groups)
-            search.run(budget, better, self.incumbent.value_ns, avoid_collisions=self.strategy is not Strategy.NO_TC2)
-
-    def _agent_groupings(self, placement: Placement) -> list[list[LaneAgent]]:
-        """Lanes as agents: all lanes of a data node on one path, which makes a small search; then every lane by itself.
-
-        Without TC2 the study gives every lane its own path from the start; a full pipeline has one path by definition.
-        """
-        try:
-            lanes = self.problem.lanes_of(placement)
-        except Infeasible:
-            return []
-        by_node: dict[int, list[int]] = {}
-        for node, microbatches in lanes:
-            by_node.setdefault(node, []).append(microbatches)
-        together = [LaneAgent(node, tuple(each), 0) for node, each in by_node.items()]
-        forward_ns = self.problem.costs.forward_ns[0]
-        apart = [
-            LaneAgent(node, (microbatches,), nth * int(forward_ns[node]))
-            for node, each in by_node.items()
-            for nth, microbatches in enumerate(each)
-        ]
-        match self.strategy:
-            case Strategy.NO_TC2:
-                return [apart]
-            case Strategy.DTFM:
-                return [together]
-            case _:
-                return [together, apart]
-
-    def _finished(self, best: _Incumbent) -> Plan:
-        problem = self.problem
-        used = {node for path in best.paths for node in path}
-        at_work = tuple(tuple(node for node in nodes if node in used) for nodes in best.placement)
-        plan = self._as_plan(best, best.placement)
-        broken = validate(plan)
-        if broken:
-            raise Infeasible(f"no plan was found that keeps every rule; the best one breaks {broken[0]}")
-        candidates = [plan] if at_work == best.placement else [plan, self._as_plan(best, at_work)]
-        promised = [each.promising(simulate(each, problem.timing)) for each in candidates if not validate(each)]
-        return min(promised, key=lambda each: (iteration_ns(each), len(each.stage_of)))
-
-    def _as_plan(self, best: _Incumbent, members: Placement) -> Plan:
-        problem = self.problem
-        return Plan(
-            cluster=problem.cluster,
-            workload=problem.workload,
-            stages=tuple(map(Stage.of, problem.layers, averagings(problem, members))),
-            lanes=tuple(Lane(path, count) for path, (_, count) in zip(best.paths, best.lanes, strict=True)),
-            dispatch=problem.dispatch,
-            split_backward=problem.split_backward,
-            strategy=str(self.strategy),
-        )
-
-
-def iteration_ns(plan: Plan) -> int:
-    assert plan.expected is not None
-    return plan.expected.iteration_ns
-
-
-def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
-    """Whether every hop of every path has a link there and back."""
-    transmit_ns = problem.costs.transmit_ns[0]
-    hops = [hop for path in paths for hop in circle(path)]
-    return all(max(transmit_ns[a, b], transmit_ns[b, a]) < NEVER_NS for a, b in hops)
-
-
-def round_robin_paths(
-    problem: Problem, placement: Placement, lanes: list[tuple[int, int]], seed: list[int]
-) -> tuple[NodePath, ...]:
-    """The round-robin baseline: one path for each (data node, microbatches), which ignores the network. The study calls
-    it DT-FM-skip.
-
-    Lane after lane takes the next L−1 stages of a circle over stages 1 … S−1. Lanes come in multiples of the unit, so
-    the circle closes and every stage is visited equally often; inside a stage, lanes are distributed over the free
-    slots.
-    """
-    rng = np.random.default_rng(seed)
-    others, visits = problem.stages - 1, problem.visited - 1
-    slots = np.minimum(problem.costs.slots, len(lanes))
-    free = [
-        rng.permutation(np.repeat(nodes, slots[stage, list(nodes)])).tolist() for stage, nodes in enumerate(placement)
-    ]
-    paths: dict[int, NodePath] = {}
-    # lanes that carry one microbatch more are a multiple of the unit too: each kind goes around the circle by itself
-    order = sorted(range(len(lanes)), key=lambda lane: lanes[lane][1])
-    start = 0
-    for lane in order:
-        stages = sorted((start + offset) % others + 1 for offset in range(visits))
-        start = (start + visits) % others
-        paths[lane] = (lanes[lane][0], *(free[stage].pop() for stage in stages))
-    return tuple(paths[lane] for lane in range(len(lanes)))
 
 
 def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:

@@ -35,13 +35,12 @@ from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
 from skippipe.study.config import Traffic
+from skippipe.study.cuda_graphs import GraphCache
 from skippipe.study.least_squares import fit_bridges
 from skippipe.study.path_sampling import group_by_stage
 from skippipe.study.traffic import gradient_sum, sent
 
-WARM_UP = 3  # passes of a shape before it is recorded: they compile, and libraries allocate their memory
 COMPILED_KINDS = 64  # of passes of a layer: with adapters or without, with gradients or without, one or many samples
-MOST_SHAPES = 32  # recorded; what comes in ever new shapes is not worth it
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ class Engine:
             self._teaching = torch.compile(self._distillation)
             self._distance = torch.compile(_distances)
         can_record = device.startswith("cuda") and spec.router is None  # who goes to which expert is not data
-        self._recordings = _GraphCache(device) if can_record else None
+        self._recordings = GraphCache(device) if can_record else None
 
     def begin_again(
         self,
@@ -139,7 +138,7 @@ class Engine:
         before = self._recorded_with
         self.recipe, self.learning, self.traffic = recipe, learning, traffic
         if self._recordings and self._recorded_with != before:
-            self._recordings = _GraphCache(self.device)
+            self._recordings = GraphCache(self.device)
         stages = [StageModel(spec, layers, ends=index == 0) for index, layers in self._ranges]
         adapters = self._new_adapters(stages, spec.seed)
         new = [FlatParams(each.named_weights(), learning) for each in stages]
@@ -469,42 +468,3 @@ def _chosen(whole: Tensor, rows: Tensor) -> Tensor:
 
 
 Shapes = tuple[StudyShape, ...]
-Given = tuple[Tensor, ...]
-Passes = Callable[..., Tensor]
-
-
-class _GraphCache:
-    """CUDA graphs of passes, one for every shape; inputs are copied to the tensors that they were recorded with."""
-
-    def __init__(self, device: str) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # one for all: autograd remembers it
-        self._seen: Counter[Shapes] = Counter()
-        self._recorded: dict[Shapes, tuple[Any, Given, Tensor]] = {}
-
-    def run(self, shape: Shapes, passes: Passes, given: Given) -> Tensor:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            loss = self._run(shape, passes, given)
-        torch.cuda.current_stream().wait_stream(self._stream)
-        return loss
-
-    def _run(self, shape: Shapes, passes: Passes, given: Given) -> Tensor:
-        self._seen[shape] += 1
-        if shape not in self._recorded:
-            if self._seen[shape] <= WARM_UP or len(self._recorded) >= MOST_SHAPES:
-                for each in given:
-                    each.record_stream(self._stream)
-                return passes(shape, *given)
-            self._record(shape, passes, given)
-        graph, places, loss = self._recorded[shape]
-        for place, each in zip(places, given, strict=True):
-            place.copy_(each)
-        graph.replay()
-        return loss.clone()
-
-    def _record(self, shape: Shapes, passes: Passes, given: Given) -> None:
-        places = tuple(each.clone() for each in given)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            loss = passes(shape, *places)
-        self._recorded[shape] = graph, places, loss

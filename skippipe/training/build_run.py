@@ -30,7 +30,8 @@ from skippipe.plan import Plan
 from skippipe.planner.problem import check_feasible
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
-from skippipe.planner.strategies import PlanRequest, Strategy, has_lengths, make_plan, with_paths_of
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import has_lengths, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import (

@@ -110,11 +110,11 @@ class ReferenceTrainer:
         packed, share = self.sampler.starts(iteration, data), self.sampler.share(iteration, data)
         starts = None if packed is None else torch.from_numpy(packed).to(self.device)
         on = (*path[1:], len(self.stages))  # where the path goes on after each of its stages
+        codecs = [plan.hop_dtype(node, after, backward=False) for node, after in zip(nodes, following, strict=True)]
         hidden = data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts, on[0])
-        for node, after, stage, target in zip(nodes, following, (*path[1:], None), (*on[1:], None), strict=True):
-            hidden = rounded(hidden, plan.hop_dtype(node, after, backward=False))
-            if stage is not None:
-                hidden = self.stages[stage].forward(key, hidden, residual_scale, starts, target)
+        for codec, stage, target in zip(codecs[:-1], path[1:], on[1:], strict=True):
+            hidden = self.stages[stage].forward(key, rounded(hidden, codec), residual_scale, starts, target)
+        hidden = rounded(hidden, codecs[-1])
         targets = torch.from_numpy(labels).to(self.device)
         loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)
         for node, before, stage in reversed(list(zip(nodes, following, path, strict=True))):

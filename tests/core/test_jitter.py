@@ -14,7 +14,8 @@ from skippipe.jitter import Jitter, Spread, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.published import published20, published_plan
-from skippipe.planner.strategies import CHOOSING_DRAWS, CHOOSING_SEED, PlanRequest, Strategy, make_plan
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import CHOOSING_DRAWS, CHOOSING_SEED, make_plan
 from skippipe.presets import random_cluster
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing

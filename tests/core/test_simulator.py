@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe.cluster import Cluster, Node
-from skippipe.collectives import topology, transfers
+from skippipe.collectives import rings, topology, transfers
 from skippipe.collectives.schedule import Averaging
 from skippipe.collectives.transfers import free_links, run_schedule
 from skippipe.cost_model import CostModel, cost_model_of
@@ -152,8 +152,8 @@ def test_a_ring_by_hand() -> None:
     """The first node is late by 5; over every edge 10 of transmission, then 1, 2 and 3 of flight."""
     done, transmit, flight = (np.array(times) for times in ([5, 0, 0], [10, 10, 10], [1, 2, 3]))
     # arrivals of the four steps at nodes 0, 1, 2: (13, 16, 12), (25, 26, 28), (41, 36, 38), (51, 52, 48)
-    assert topology.ring_ns(done, transmit, flight) == 52
-    assert topology.ring_ns(np.array([7]), np.array([10]), np.array([1])) == 7
+    assert rings.ring_ns(done, transmit, flight) == 52
+    assert rings.ring_ns(np.array([7]), np.array([10]), np.array([1])) == 7
 
 
 def costs_of(cluster: Cluster) -> CostModel:
@@ -169,7 +169,7 @@ def test_the_compiled_ring_is_the_schedule_of_a_ring(cluster: Cluster, data: st.
     links = list(order), [*order[1:], order[0]]
     size_bytes = np.array(-(-costs.gradient_bytes[1] // len(order)), np.int64)
     transmit_ns = transfers.transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[links])
-    quick_ns = topology.ring_ns(done_ns[list(order)], transmit_ns, costs.flight_ns[links])
+    quick_ns = rings.ring_ns(done_ns[list(order)], transmit_ns, costs.flight_ns[links])
     assert quick_ns == transfers.averaged_ns(costs, 1, Averaging(order), done_ns)
 
 
@@ -334,12 +334,12 @@ def test_the_ring_is_the_best_there_is(cluster: Cluster) -> None:
         return transfers.takes_ns(costs, 1, Averaging(order))
 
     fastest = min(takes_ns((0, *rest)) for rest in permutations(members[1:]))
-    assert takes_ns(topology.ring_order(costs, 1, members)) == fastest
+    assert takes_ns(rings.ring_order(costs, 1, members)) == fastest
 
 
 def test_large_rings_are_better_than_the_order_they_come_in() -> None:
     costs = cost_model_of(regions(24), Workload(MODELS["llama-1.5b"]), (12, 12))
-    ring = topology.ring_order(costs, 1, range(24))
+    ring = rings.ring_order(costs, 1, range(24))
     assert sorted(ring) == list(range(24))
     given_ns = transfers.takes_ns(costs, 1, Averaging(tuple(range(24))))
     assert transfers.takes_ns(costs, 1, Averaging(ring)) < 0.8 * given_ns

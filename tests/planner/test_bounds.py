@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from skippipe.cluster import Cluster
+from skippipe.collectives.rings import ring_order
 from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import exchange, ring_order
+from skippipe.collectives.topology import exchange
 from skippipe.collectives.transfers import averaged_ns, free_links, takes_ns
 from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
@@ -25,7 +26,8 @@ from skippipe.planner.bounds.lower_bound import lower_bound
 from skippipe.planner.bounds.node_classes import NodeClasses, all_tours, shortest_rounds_ns
 from skippipe.planner.problem import DecisionVariables, Placement, Problem, lane_unit
 from skippipe.planner.published import published20, published_plan
-from skippipe.planner.strategies import PlanRequest, Strategy, iteration_ns, make_plan
+from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
+from skippipe.planner.strategies import make_plan
 from skippipe.presets import GIB, datacentre, random_cluster, regions
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing

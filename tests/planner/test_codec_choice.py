@@ -15,7 +15,8 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget, message_shares, plan_nats, prices_of
 from skippipe.planner.problem import Problem
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import make_plan
 from skippipe.planner.sweep import sweep_codecs
 from skippipe.presets import five_sites
 from skippipe.simulator import simulate

@@ -14,7 +14,8 @@ from skippipe.errors import Infeasible
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, Problem
 from skippipe.planner.problem_spec import PlanSpec, problem_of
-from skippipe.planner.strategies import PlanRequest, Strategy, iteration_ns, make_plan
+from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
+from skippipe.planner.strategies import make_plan
 from skippipe.planner.whatif.advisor import choices
 from skippipe.presets import datacentre, regions
 from skippipe.simulator import simulate

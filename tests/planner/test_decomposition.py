@@ -6,8 +6,9 @@ import math
 
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
+from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.strategies import make_plan
 from skippipe.presets import preset
 from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload

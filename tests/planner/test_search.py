@@ -18,12 +18,13 @@ from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.problem import ALL_FIXED, DecisionVariables, Problem
+from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.search.annealing import improve
 from skippipe.planner.search.moves import DRAWS, PLACEMENT_MOVES, Move, cumulative_move_weights, propose
 from skippipe.planner.search.objective import objective
 from skippipe.planner.search.reinsertion import recreate
 from skippipe.planner.search.state import State, assign, copy_state, costs_by_layers, lanes_of, state_of, tables_of
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan
+from skippipe.planner.strategies import make_plan
 from skippipe.planner.whatif.advisor import left_out
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing

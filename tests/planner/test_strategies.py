@@ -17,7 +17,9 @@ from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSear
 from skippipe.planner.genetic_allocation import allocate, best_tour
 from skippipe.planner.problem import Budget, Problem, lane_unit, stage_sizes
 from skippipe.planner.published import published20
-from skippipe.planner.strategies import PlanRequest, Strategy, make_plan, round_robin_paths
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import make_plan
+from skippipe.planner.two_phase import round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.timeline import Timing
 from skippipe.validate import validate

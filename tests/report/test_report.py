@@ -16,7 +16,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from skippipe.cluster import Cluster
-from skippipe.collectives.topology import ring_order
+from skippipe.collectives.rings import ring_order
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Lane, Plan, Stage

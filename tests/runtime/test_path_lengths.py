@@ -18,7 +18,8 @@ from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.planner.repair import repair
-from skippipe.planner.strategies import PlanRequest, Strategy, has_lengths, with_paths_of
+from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.strategies import has_lengths, with_paths_of
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.wal_records import plan_records

@@ -18,7 +18,7 @@ from skippipe.checkpoint.manager import export, origin_of
 from skippipe.errors import UserError
 from skippipe.model.stage import is_bridge
 from skippipe.plan import Plan
-from skippipe.planner.strategies import PlanRequest
+from skippipe.planner.request import PlanRequest
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, IterationReport
 from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster

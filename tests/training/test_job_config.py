@@ -18,7 +18,8 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import lane_unit
-from skippipe.planner.strategies import PlanRequest, has_lengths
+from skippipe.planner.request import PlanRequest
+from skippipe.planner.strategies import has_lengths
 from skippipe.presets import preset
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.node_config import NodeConfig

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe.collectives.topology import estimate_exchange, exchange_ns, ring_ns
+from skippipe.collectives.rings import ring_ns
+from skippipe.collectives.topology import estimate_exchange, exchange_ns
 from skippipe.collectives.transfers import link_ns
 from skippipe.constraints import cc2_step
 from skippipe.event_loop import run_iteration

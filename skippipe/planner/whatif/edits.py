@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 
 from skippipe.cluster import Cluster, Matrix, Node
+from skippipe.collectives.rings import ring_order
 from skippipe.collectives.schedule import Averaging, Piece
-from skippipe.collectives.topology import ring_order
 from skippipe.cost_model import cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
