@@ -98,8 +98,8 @@ def test_prices_are_shares() -> None:
     whole = replace(plan.workload, wire_dtype="int8", gradient_dtype="int8")
     averaged = whole.stage_parameters(1, 2) / (whole.stage_parameters(0, 2) + whole.stage_parameters(1, 2))
     assert plan_nats(replace(plan, workload=whole), PRICES) == pytest.approx(0.004 + averaged * 0.002)
-    with pytest.raises(UserError, match="int8 has no price for"):
-        plan_nats(replace(plan, workload=whole), DEFAULT_PRICES)
+    with pytest.raises(UserError, match="fp8 has no price for"):
+        plan_nats(replace(plan, workload=replace(whole, gradient_dtype="fp8")), DEFAULT_PRICES)
 
 
 def test_gradients_go_back_by_the_codec_that_is_for_them() -> None:
@@ -149,10 +149,10 @@ def test_bad_prices_are_named(table: dict[str, dict[str, float]], error: str) ->
 
 
 def test_what_has_no_price_is_not_chosen() -> None:
-    assert CodecBudget.of(1.0, DEFAULT_PRICES).hops == ("fp32", "bf16")
-    assert CodecBudget.of(1.0, DEFAULT_PRICES).gradients == ("fp32",)
-    with pytest.raises(UserError, match="int8 has no price for weight gradients"):
-        CodecBudget.of(1.0, DEFAULT_PRICES, ["bf16"], ["int8"])
+    assert CodecBudget.of(1.0, DEFAULT_PRICES).hops == ("fp32", "bf16", "int8", "fp8", "int4")
+    assert CodecBudget.of(1.0, DEFAULT_PRICES).gradients == ("fp32", "bf16", "int8", "int4", "int2")
+    with pytest.raises(UserError, match="fp8 has no price for weight gradients"):
+        CodecBudget.of(1.0, DEFAULT_PRICES, ["bf16"], ["fp8"])
     with pytest.raises(UserError, match=r"cost 0\.002 nats"):
         CodecBudget.of(0.001, PRICES, ["bf16"], ["int8"])
 
