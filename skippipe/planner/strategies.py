@@ -29,7 +29,7 @@ from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, lane_unit
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
-from skippipe.planner.search.annealing import LARGE, PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
+from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.two_phase import TRIALS, TwoPhaseSearch
 from skippipe.presets import datacentre
@@ -40,6 +40,7 @@ from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
 CBS_SHARE = 0.3  # of the seconds, for the study's method, with which `best` begins if there are many lanes
+CBS_FROM_SIZE = 500  # nodes times lanes: fewer are searched as well without it
 CBS_FROM_S = 10.0  # in fewer seconds it finds little
 PARTS_SHARE = 0.3  # of the seconds or changes, for a large cluster in parts
 PART_FROM_S = 0.2  # in fewer seconds for a part, …
@@ -186,7 +187,7 @@ def _begins_with_cbs(problem: Problem, request: PlanRequest) -> bool:
     if problem.timing is Timing.FULL:
         return False
     in_time = CBS_FROM_S <= request.budget_s < math.inf and request.changes == math.inf
-    return in_time and len(problem.cluster) * problem.lanes_in_memory > LARGE
+    return in_time and len(problem.cluster) * problem.lanes_in_memory > CBS_FROM_SIZE
 
 
 def _begins_in_parts(problem: Problem, request: PlanRequest) -> bool:
@@ -194,7 +195,7 @@ def _begins_in_parts(problem: Problem, request: PlanRequest) -> bool:
     parts = part_count(problem)
     if parts < 2 or request.placement is not None or not problem.decision_variables.sizes:
         return False
-    if problem.timing is not Timing.FULL or len(problem.cluster) * problem.lanes_in_memory <= LARGE:
+    if problem.timing is not Timing.FULL:
         return False
     each_s, each = PARTS_SHARE * request.budget_s / parts, PARTS_SHARE * request.changes / parts
     return each_s >= PART_FROM_S and each >= PART_FROM_CHANGES
