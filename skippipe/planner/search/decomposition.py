@@ -51,7 +51,7 @@ def planned_in_parts(problem: Problem, plan_part: Callable[[int, Problem], Plan]
 def _near_each_other(problem: Problem) -> list[list[int]]:
     """Groups of nodes, nearly of one size: again and again the node that is the furthest from those left, with those
     nearest to it, by the time of a hop there and back."""
-    hop_ns = np.minimum(problem.costs.transmit_ns, NEVER_NS).astype(np.float64) + problem.costs.flight_ns
+    hop_ns = np.minimum(problem.costs.transmit_ns[0], NEVER_NS).astype(np.float64) + problem.costs.flight_ns
     hop_ns = hop_ns + hop_ns.T
     left = np.arange(len(problem.cluster))
     groups = []
