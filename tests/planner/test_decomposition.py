@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import pytest
+
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.search import decomposition
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.strategies import make_plan
 from skippipe.presets import preset
@@ -14,12 +17,18 @@ from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
 
 
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decomposition, "PART", 6)
+
+
 def problem_of(cluster: str, microbatches: int) -> Problem:
     return Problem(preset(cluster), Workload(MODELS["llama-500m"], microbatches=microbatches, max_slots=3), 4, 3)
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_plans_of_parts_make_one_that_keeps_every_rule() -> None:
-    problem = problem_of("regions:61", 60)
+    problem = problem_of("regions:19", 24)
     parts: list[tuple[Problem, Plan]] = []
 
     def plan_part(number: int, part: Problem) -> Plan:
@@ -30,10 +39,10 @@ def test_plans_of_parts_make_one_that_keeps_every_rule() -> None:
 
     plan = planned_in_parts(problem, plan_part)
     assert len(parts) == part_count(problem) == 3
-    assert sorted(len(part.cluster) for part, _ in parts) == [20, 20, 21]
+    assert sorted(len(part.cluster) for part, _ in parts) == [6, 6, 7]
     names = [node.name for part, _ in parts for node in part.cluster.nodes]
     assert sorted(names) == sorted(node.name for node in problem.cluster.nodes)
-    assert sum(each.microbatches for _, each in parts) == plan.microbatches == 60
+    assert sum(each.microbatches for _, each in parts) == plan.microbatches == 24
     assert validate(plan) == []
     assert len({(each.dispatch, each.split_backward) for _, each in parts}) == 1
     where = {node.name: node.location for node in problem.cluster.nodes}
@@ -46,8 +55,9 @@ def test_few_nodes_are_planned_as_a_whole() -> None:
     assert part_count(problem_of("regions:61", 6)) == 1
 
 
+@pytest.mark.usefixtures("small_parts")
 def test_a_search_that_begins_in_parts_keeps_the_rules_and_can_be_repeated() -> None:
-    problem = problem_of("regions:61", 60)
+    problem = problem_of("regions:19", 24)
     request = PlanRequest(budget_s=math.inf, changes=20_000)
     plan = make_plan(problem, Strategy.BEST, request)
     assert validate(plan) == []
