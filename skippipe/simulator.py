@@ -191,6 +191,26 @@ def path_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
 
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
+    outcome, record = _run(plan, timing)
+    tasks = _tasks(plan, record)
+    return Timeline(
+        timing=timing,
+        iteration_ns=outcome.iteration_ns,
+        last_backward_ns=outcome.last_backward_ns,
+        averaging_ns=outcome.averaging_ns,
+        nodes=node_use(plan, tasks),
+        links=_link_use(plan, timing),
+        tasks=tasks,
+    )
+
+
+def simulated_ns(plan: Plan, timing: Timing = Timing.FULL) -> int:
+    """The length of the iteration alone: of many nodes, what links carry takes longer to add up than to simulate."""
+    return _run(plan, timing)[0].iteration_ns
+
+
+def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
+    """The iteration, and the (ready, start, end) of every task, lane by lane."""
     averagings = [stage.averaging for stage in plan.stages]
     placement_costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
     paths, lengths = path_arrays([lane.path for lane in plan.lanes])
@@ -206,17 +226,7 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 3), np.int64)
-    outcome = placement_costs.run_iteration(paths, lengths, microbatches, record)
-    tasks = _tasks(plan, record)
-    return Timeline(
-        timing=timing,
-        iteration_ns=outcome.iteration_ns,
-        last_backward_ns=outcome.last_backward_ns,
-        averaging_ns=outcome.averaging_ns,
-        nodes=node_use(plan, tasks),
-        links=_link_use(plan, timing),
-        tasks=tasks,
-    )
+    return placement_costs.run_iteration(paths, lengths, microbatches, record), record
 
 
 def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:

@@ -55,7 +55,7 @@ def exchange(
     by_bytes = -(-costs.gradient_bytes[stage] // PIECE_BYTES)
     pieces = min(most_pieces, max(by_bytes, min(2 * len(order), most_pieces // 2)))
     nodes = len(costs.flight_ns)
-    forwarding = {*relays, *order} if len(order) * nodes <= RELAYED_UP_TO else ()
+    forwarding = {*relays, *order} if may_relay(order, costs) else ()
     piece_bytes = np.array(-(-costs.gradient_bytes[stage] // pieces), np.int64)
     upload, download = costs.upload_bytes_per_s, costs.download_bytes_per_s
     forwarded, late = free_links(nodes), free_links(nodes)
@@ -78,6 +78,11 @@ def exchange(
         relayed = tuple((order[at], relay) for at, relay in enumerate(by) if at != root and relay >= 0)
         found.append(Piece(order[root], 1, (), relayed))
     return Averaging(tuple(order), tuple(found))
+
+
+def may_relay(order: Sequence[int], costs: LinkCosts) -> bool:
+    """Whether nodes forward for each other in an exchange of these."""
+    return len(order) * len(costs.flight_ns) <= RELAYED_UP_TO
 
 
 class Links(NamedTuple):

@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from skippipe.collectives.schedule import Averaging
-from skippipe.collectives.topology import RINGS_UP_TO, exchange
+from skippipe.collectives.topology import RINGS_UP_TO, exchange, may_relay
 from skippipe.collectives.transfers import FreeLinks, averaged_ns, transfer_loads
 from skippipe.cost_model import CostModel
 from skippipe.errors import UserError
 from skippipe.jit import Ints
 from skippipe.plan import Plan, Stage
-from skippipe.simulator import simulate
+from skippipe.simulator import simulate, simulated_ns
 from skippipe.timeline import Timing
 
 ROUNDS = 3  # in which every stage is divided anew, beside what the others send
@@ -37,7 +37,7 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
 
     def is_better(averagings: list[Averaging]) -> bool:
         nonlocal best_ns, best
-        taken_ns = simulate(with_averaging(averagings), Timing.FULL).iteration_ns
+        taken_ns = simulated_ns(with_averaging(averagings))
         better = taken_ns < best_ns
         if better:
             best_ns, best = taken_ns, averagings
@@ -48,6 +48,7 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
         if len(order) <= RINGS_UP_TO:
             ways[index].append(Averaging(order))
     everybody = tuple(plan.stage_of)
+    thorough = thorough and any(may_relay(order, costs) for order in orders)  # else there is little to choose
     if not costs.collective.only_rings:
         for relays in ((), everybody) if thorough else (everybody,):
             averagings = _exchanges(costs, orders, done_ns, relays)
