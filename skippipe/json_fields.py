@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -83,6 +84,15 @@ def check_empty(folder: Path, advice: str = "name another folder") -> None:
         raise UserError(f"{folder}: is a file; name a folder")
     if exists(folder) and any(folder.iterdir()):
         raise UserError(f"{folder}: is not empty, and nothing in it is overwritten; {advice}")
+
+
+def fsync_path(path: Path) -> None:
+    """Return when the content of a file or folder is on the disk, and not only in the system's cache."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_text(path: Path, text: str) -> None:

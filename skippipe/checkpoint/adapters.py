@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, json_text, read_json
+from skippipe.json_fields import Fields, fsync_path, json_text, read_json
 from skippipe.model.lora import A, LoraConfig, is_adapter
 from skippipe.model.model_files import ADAPTER, INDEX, weight_map_of
-from skippipe.runs.wal import fsync_path
 
 BASE = "base"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

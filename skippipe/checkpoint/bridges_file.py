@@ -32,8 +32,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from skippipe.errors import UserError
+from skippipe.json_fields import fsync_path
 from skippipe.model.stage import Bridges, StageAdapters, StageModel
-from skippipe.runs.wal import fsync_path
 
 BRIDGES_FILE = "bridges.safetensors"
 VERSION = "1"

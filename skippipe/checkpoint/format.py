@@ -33,13 +33,12 @@ from typing import Annotated, Any
 
 from skippipe.codecs import Buffer
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, json_text, read_as
+from skippipe.json_fields import Fields, fsync_path, json_text, read_as
 from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import check_plain_name
 from skippipe.optim import DEFAULT, OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
 from skippipe.runs.tail import belongs_to, checkpoint_run_id, run_id_of
-from skippipe.runs.wal import fsync_path
 from skippipe.toml_config import from_table
 from skippipe.value_ranges import COUNT, SEED
 

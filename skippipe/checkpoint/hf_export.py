@@ -30,12 +30,12 @@ from skippipe.checkpoint.model_card import CARD_FILE, ModelCard, special_ids
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError, require
+from skippipe.json_fields import fsync_path
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import merged
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import Bridges, trained_bridges
-from skippipe.runs.wal import fsync_path
 
 UNFINISHED = "unfinished"
 _Generation: Any = GenerationConfig  # untyped

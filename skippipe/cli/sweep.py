@@ -155,25 +155,33 @@ def sweep(
     title = f"{known.name}: {len(known)} nodes, {rows[0]['timing']} timing"
     verdict = _verdict(winner, trade, measured=penalty is None)
     if png or html:
-        from skippipe.report.skip_tradeoff import Tradeoff, write_page, write_png
+        from skippipe.report.tradeoff import Tradeoff, write_skipped_page, write_skipped_png
 
         if png:
-            write_png(Tradeoff(points, trade), title, png)
+            write_skipped_png(Tradeoff(points, trade), title, png)
         if html:
-            write_page(Tradeoff(points, trade), title, verdict, table, html)
-    in_order = _in_order(answers, rows)
+            write_skipped_page(Tradeoff(points, trade), title, verdict, table, html)
+    notes = [*_refused(refusals), *_written(files), verdict]
+    _answer(_in_order(answers, rows), title, table, notes, output, as_json=as_json)
+
+
+def _written(files: list[Path]) -> list[str]:
+    return [f"written to {', '.join(map(str, files))}"] if files else []
+
+
+def _answer(
+    rows: list[dict[str, Any]], title: str, table: Table, notes: list[str], output: Path | None, *, as_json: bool
+) -> None:
+    """What the command has found: in the output file, and as JSON or as a table with notes."""
     if output:
-        write_text(output, json_text(in_order) + "\n")
+        write_text(output, json_text(rows) + "\n")
     if as_json:
-        print(json.dumps(in_order))
+        print(json.dumps(rows))
         return
     print(title)
     show_table(table)
-    for line in _refused(refusals):
+    for line in notes:
         print(line)
-    if files:
-        print(f"written to {', '.join(map(str, files))}")
-    print(verdict)
 
 
 def _in_order(answers: list[SweepPoint | InfeasiblePoint], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -302,20 +310,11 @@ def _show_codecs(
         f"{points[0].iteration_s:.2f} s to {last.iteration_s:.2f} s"
     )
     if png or html:
-        from skippipe.report.codec_tradeoff import write_page, write_png
+        from skippipe.report.tradeoff import write_codecs_page, write_codecs_png
 
         if png:
-            write_png(points, title, png)
+            write_codecs_png(points, title, png)
         if html:
-            write_page(points, title, verdict, table, html)
-    if output:
-        write_text(output, json_text(rows) + "\n")
-    if as_json:
-        print(json.dumps(rows))
-        return
-    print(title)
-    show_table(table)
+            write_codecs_page(points, title, verdict, table, html)
     files = [path for path in (output, png, html) if path]
-    if files:
-        print(f"written to {', '.join(map(str, files))}")
-    print(verdict)
+    _answer(rows, title, table, [*_written(files), verdict], output, as_json=as_json)

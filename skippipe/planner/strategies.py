@@ -208,7 +208,8 @@ def _in_parts(problem: Problem, request: PlanRequest) -> Plan | None:
     def plan_part(number: int, part: Problem) -> Plan:
         request.progress("planning parts of the cluster", each * number, None)
         left_s = each * (number + 1) * request.budget_s - (request.clock() - began)
-        return _best(part, PlanRequest(request.seed, max(0.0, left_s), changes=each * request.changes))
+        limits = replace(request, budget_s=max(0.0, left_s), changes=each * request.changes, bound_s=0.0, robust=0.0)
+        return _best(part, replace(limits, progress=PlanRequest.progress))
 
     with suppress(Infeasible):
         plan = planned_in_parts(problem, plan_part)

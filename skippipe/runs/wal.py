@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from skippipe.errors import UserError
+from skippipe.json_fields import fsync_path
 
 FORMAT, VERSION = "skippipe-journal", 1
 HEADER = f"{FORMAT} {VERSION}\n".encode()
@@ -241,12 +242,3 @@ def _make_folder(folder: Path) -> None:
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
         fsync_path(folder.parent)
-
-
-def fsync_path(path: Path) -> None:
-    """Return when the content of a file or folder is on the disk, and not only in the system's cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

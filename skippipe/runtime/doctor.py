@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.json_fields import write_bytes
-from skippipe.transport.addresses import join_address, listen_address, split_address
+from skippipe.transport.addresses import OUT_ONLY, join_address, listen_address, split_address
 from skippipe.transport.enrolment import (
     CALLED_PREFIX,
     CONNECT_S,
@@ -59,7 +59,6 @@ MEASURED_S = 1.0
 MEASURED = [(2**14, 1), (2**16, 1), (PIECE_BYTES, 1), (PIECE_BYTES, 4), (PIECE_BYTES, 16), (PIECE_BYTES, 48)]
 """Bytes of a piece, and pieces at once, until it takes long enough to be measured."""
 DRIVER = Path("/proc/driver/nvidia/version")
-OUT_ONLY = "none"  # as --listen, of a machine that listens nowhere
 PREVENTS = ("version", "key", "invitation", "name", "device")
 """Checks that a node cannot take part without."""
 

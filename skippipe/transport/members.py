@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, exists, json_text, read_as, write_text
+from skippipe.json_fields import Fields, exists, fsync_path, json_text, read_as, write_text
 from skippipe.transport.invitation import Invitation
 from skippipe.transport.keys import IssuedInvitation, KeyFile, KeyPair, PeerList, RevokedKey, check_name
 
@@ -89,7 +89,7 @@ class MemberStore:
             if after != before:
                 after.save(self.path)
                 for each in (self.path, self.path.parent):
-                    _sync(each)
+                    fsync_path(each)
         return after
 
     @contextmanager
@@ -280,11 +280,3 @@ def _ended(
     over = [each for each in found if not each.is_open(now_s)]
     forgotten = set(map(id, over[: max(0, len(over) - MOST_ENDED)]))
     return [each for each in found if id(each) not in forgotten]
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,10 +25,10 @@ def net() -> Iterator[Net]:
         yield made
 
 
-def parked(net: Net) -> tuple[Mailbox, Mailbox]:
+def parked(net: Net, secret: bytes | None = None) -> tuple[Mailbox, Mailbox]:
     """a can be called; b cannot, and keeps a stream ready there."""
     a, b = net.box("a"), net.box("b", listen=OUT_ONLY)
-    secret = secrets.token_bytes(32)
+    secret = secret or secrets.token_bytes(32)
     a.expect_callbacks("b", secret)
     link(a, b)
     b.be_callable(a.address, secret)
@@ -133,11 +133,8 @@ def test_strangers_get_nowhere(net: Net, monkeypatch: pytest.MonkeyPatch, shown:
     """A stream that shows no good token is closed within PREFACE_S; one that shows a good one, and then says what it
     has no business to say, too."""
     monkeypatch.setattr(callbacks, "PREFACE_S", 0.3)
-    a, b = net.box("a"), net.box("b", listen=OUT_ONLY)
     secret = secrets.token_bytes(32)
-    a.expect_callbacks("b", secret)
-    link(a, b)
-    b.be_callable(a.address, secret)
+    a, b = parked(net, secret)
     net.until(lambda: a.connected)
     first = {
         "nothing": b"",
@@ -188,11 +185,8 @@ def test_only_ports_of_the_mailbox_are_called(net: Net) -> None:
 def test_revoked_at_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams of a peer that is forbidden are closed, and its tokens are good no more."""
     monkeypatch.setattr(callbacks, "PREFACE_S", 0.3)
-    a, b = net.box("a"), net.box("b", listen=OUT_ONLY)
     secret = secrets.token_bytes(32)
-    a.expect_callbacks("b", secret)
-    link(a, b)
-    b.be_callable(a.address, secret)
+    a, _ = parked(net, secret)
     net.until(lambda: a.connected)
     a.disconnect("b")
     a.forbid("b")

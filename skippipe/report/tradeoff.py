@@ -1,4 +1,4 @@
-"""Seconds against share skipped: what a sweep over stages and skip ratios has found, as an image and as a page."""
+"""What a sweep has found, as an image and as a page: seconds against the share skipped, or against nats of codecs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ from pathlib import Path
 from plotly import graph_objects as go
 
 from skippipe.json_fields import write_text
-from skippipe.planner.sweep import SweepPoint, Trade, best, efficient
+from skippipe.planner.sweep import CodecPoint, SweepPoint, Trade, best, efficient
 from skippipe.report.html import figure_html, page, section, table_html
 from skippipe.report.png import INK, blank, dress, write_image
-from skippipe.report.summary import Table
+from skippipe.report.summary import Table, codecs_text
 from skippipe.timeline import HUES
 
 SKIPPED_TITLE, SECONDS_TITLE = "share of the stages skipped, %", "seconds per microbatch"
+NATS_TITLE, ITERATION_TITLE = "nats that codecs add to the loss", "seconds of an iteration"
 EFFICIENT, SAME = "efficient: nothing skips less and is faster", "as soon at the same loss as the best"
 GREY = "#9A9A9A"
-IN_WORDS = """Points: visited stages of all stages, a colour for each number of stages. The line joins the efficient
-ones: nothing skips less and is faster. Below the dotted line, plans would be sooner at the same loss than the best one,
-which wears a ring."""
+SKIPPED_IN_WORDS = """Points: visited stages of all stages, a colour for each number of stages. The line joins the
+efficient ones: nothing skips less and is faster. Below the dotted line, plans would be sooner at the same loss than the
+best one, which wears a ring."""
+CODECS_IN_WORDS = """Points: the shortest iteration found for each budget, at what its codecs cost. Every link and every
+stage has a codec of its own. Where the line is flat, more nats buy nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Tradeoff:
         return [100 * float(share) for share in shares], [least_s / self.trade.tokens(share) for share in shares]
 
 
-def write_png(tradeoff: Tradeoff, title: str, path: Path) -> None:
+def write_skipped_png(tradeoff: Tradeoff, title: str, path: Path) -> None:
     figure = blank(8.6, 5.4)
     axes = figure.subplots()
     axes.plot(*_places(tradeoff.front), "-", color=GREY, linewidth=1.5, label=EFFICIENT, zorder=1)
@@ -75,7 +78,7 @@ def write_png(tradeoff: Tradeoff, title: str, path: Path) -> None:
     write_image(figure, path)
 
 
-def write_page(tradeoff: Tradeoff, title: str, notes: str, table: Table, path: Path) -> None:
+def write_skipped_page(tradeoff: Tradeoff, title: str, notes: str, table: Table, path: Path) -> None:
     figure = go.Figure()
     x, y = _places(tradeoff.front)
     figure.add_scatter(x=x, y=y, mode="lines", line={"color": GREY}, name=EFFICIENT, hoverinfo="skip")
@@ -91,7 +94,7 @@ def write_page(tradeoff: Tradeoff, title: str, notes: str, table: Table, path: P
     figure.update_xaxes(title=SKIPPED_TITLE)
     figure.update_yaxes(title=SECONDS_TITLE, rangemode="tozero")
     figure.update_layout(height=520)
-    words = f"{IN_WORDS} {notes}"
+    words = f"{SKIPPED_IN_WORDS} {notes}"
     write_text(path, page(title, [section("What skipping gives", words, figure_html(figure)), table_html(table)]))
 
 
@@ -108,3 +111,35 @@ def _hover_text(point: SweepPoint, trade: Trade) -> str:
         f"visiting {point.name} stages: {point.microbatch_s:.3f} s per microbatch, "
         f"{point.same_loss_s(trade):.3f} s at the same loss"
     )
+
+
+def write_codecs_png(points: Sequence[CodecPoint], title: str, path: Path) -> None:
+    figure = blank(8.6, 5.0)
+    axes = figure.subplots()
+    axes.plot(*_codec_places(points), "o-", color=HUES[0], markersize=6.5, linewidth=1.5)
+    for point in points:
+        text = f"{point.iteration_s:.1f} s"
+        axes.annotate(text, (point.nats, point.iteration_s), (6, 7), textcoords="offset points", fontsize=9, color=INK)
+    axes.set_ylim(0, 1.1 * max(point.iteration_s for point in points))  # room for the words beside points
+    axes.set_xlim(0, 1.1 * max(point.nats for point in points) or None)
+    dress(axes, title, NATS_TITLE, ITERATION_TITLE)
+    write_image(figure, path)
+
+
+def write_codecs_page(points: Sequence[CodecPoint], title: str, notes: str, table: Table, path: Path) -> None:
+    figure = go.Figure()
+    x, y = _codec_places(points)
+    hover = [f"{point.iteration_s:.2f} s for {point.nats:.2g} nats: {codecs_text(point.plan)}" for point in points]
+    line = {"color": HUES[0]}
+    figure.add_scatter(
+        x=x, y=y, mode="lines+markers", line=line, marker={"size": 9}, hovertext=hover, hoverinfo="text", name="plans"
+    )
+    figure.update_xaxes(title=NATS_TITLE, rangemode="tozero")
+    figure.update_yaxes(title=ITERATION_TITLE, rangemode="tozero")
+    figure.update_layout(height=520)
+    words = f"{CODECS_IN_WORDS} {notes}"
+    write_text(path, page(title, [section("What codecs give", words, figure_html(figure)), table_html(table)]))
+
+
+def _codec_places(points: Sequence[CodecPoint]) -> tuple[list[float], list[float]]:
+    return [point.nats for point in points], [point.iteration_s for point in points]
