@@ -7,8 +7,8 @@ from skippipe.errors import run_command
 
 def main() -> None:
     def command() -> None:
-        from skippipe.cli.app import app
+        from skippipe.cli.app import command_line
 
-        app(standalone_mode=True)
+        command_line()(standalone_mode=True)
 
     run_command(command)

@@ -3,9 +3,12 @@ them, so that `--help` answers at once."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated
 
 import typer
+from typer.main import get_command
 
 import skippipe
 from skippipe.cli import eval, generate, heal, members, profile, serve, show, study, sweep
@@ -65,3 +68,9 @@ app.command("invite", cls=Command)(check_ranges_of(members.invite))
 app.command("members", cls=Command)(check_ranges_of(members.list_members))
 app.command("revoke", cls=Command)(check_ranges_of(members.revoke))
 app.add_typer(study.commands, name="study")
+
+
+@cache
+def command_line() -> Callable[..., object]:
+    """All commands with their options, read from the signatures above once in a process: it takes a moment."""
+    return get_command(app)

@@ -80,11 +80,11 @@ def test_compare_all_strategies(skippipe: Command, tmp_path: Path) -> None:
 
 
 def test_sweep_over_skip_ratios(skippipe: Command) -> None:
-    rows = skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "1", "--json").json
+    rows = skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "0.3", "--json").json
     assert [row["visited"] for row in rows] == [4, 3, 2]
     assert rows[0]["ratio"] == 1
     assert rows[2]["skipped"] == pytest.approx(0.5)
-    assert "visited" in skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "1").out
+    assert "visited" in skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "0").out
 
 
 def test_sweep_over_stage_counts(skippipe: Command, tmp_path: Path) -> None:
@@ -102,18 +102,6 @@ def test_sweep_over_stage_counts(skippipe: Command, tmp_path: Path) -> None:
     assert all("infeasible" in row for row in rows[5:])
     assert sum(row["best"] for row in rows[:5]) == 1
     assert any(row["efficient"] for row in rows[:5])
-
-
-def test_jitter(skippipe: Command, tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    planned = skippipe("plan", "five-sites:6", "--changes", "2000", "--robust", "0.3", "-o", file, "--json").json
-    assert skippipe("check", file).code == 0
-    words = ["simulate", file, "--jitter", "0.3"]
-    simulated = skippipe(*words, "--json").json
-    assert simulated["iteration_s"] == planned["iteration_s"], "the promise is without jitter"
-    assert simulated["jitter"] == planned["jitter"] == skippipe(*words, "--json").json["jitter"]
-    assert skippipe(*words, "--seed", "1", "--json").json["jitter"] != planned["jitter"]
-    assert f"95th percentile {planned['jitter']['p95_s']:.3f} s" in skippipe(*words).out
 
 
 def test_cluster_from_preset_to_file_and_back(skippipe: Command, tmp_path: Path) -> None:

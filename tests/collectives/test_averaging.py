@@ -132,7 +132,7 @@ def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
     true = [noise(seed, VALUES) * torch.logspace(-3, 0, VALUES) for seed in range(3)]
     expected = torch.stack(true).double().sum(0)
     ways = [Averaging((0, 1, 2)), TREES, drawn_averaging(Random(1), range(3), "direct exchange")]
-    for chosen in ([ways[0]], [ways[1]], ways):
+    for chosen in (ways[:1], ways):
         gradients = [torch.empty(VALUES) for _ in true]
         averagers = averagers_of(gradients, codec)
         applied = torch.zeros(VALUES, dtype=torch.float64)

@@ -110,7 +110,7 @@ def test_what_the_deadlock_rule_passes_never_locks_up() -> None:
     assert found[True, True] > 5, found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), st.sampled_from(list(Timing)), st.data())
 def test_a_node_without_a_slot_lets_nothing_through(plan: Plan, timing: Timing, data: st.DataObject) -> None:
     full = data.draw(st.sampled_from(sorted({node for lane in plan.lanes for node in lane.path})))

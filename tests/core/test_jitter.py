@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import MODELS, Workload
+from tests.helpers.processes import Command
 
 
 @cache
@@ -93,3 +95,15 @@ def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter() -> None
     choosing = Jitter(0.3, CHOOSING_DRAWS, CHOOSING_SEED)
     tails = {robust: spread_of(plan, problem.timing, choosing).tail_ns for robust, plan in plans.items()}
     assert tails[0.3] <= tails[0.0], "by the draws that it was chosen by"
+
+
+def test_commands_plan_for_it_and_draw_it(skippipe: Command, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    planned = skippipe("plan", "five-sites:6", "--changes", "500", "--robust", "0.3", "-o", file, "--json").json
+    assert skippipe("check", file).code == 0
+    words = ["simulate", file, "--jitter", "0.3"]
+    simulated = skippipe(*words, "--json").json
+    assert simulated["iteration_s"] == planned["iteration_s"], "the promise is without jitter"
+    assert simulated["jitter"] == planned["jitter"] == skippipe(*words, "--json").json["jitter"]
+    assert skippipe(*words, "--seed", "1", "--json").json["jitter"] != planned["jitter"]
+    assert f"95th percentile {planned['jitter']['p95_s']:.3f} s" in skippipe(*words).out

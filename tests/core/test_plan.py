@@ -32,8 +32,8 @@ def published() -> Plan:
 
 
 @pytest.mark.slow
-@may_skip(Deadlock, share=0.3)
-@settings(max_examples=100, deadline=None)
+@may_skip(Deadlock)
+@settings(max_examples=50, deadline=None)
 @given(st.booleans().flatmap(plans), st.sampled_from([None, *Timing]))
 def test_file_and_back_unchanged(plan: Plan, timing: Timing | None) -> None:
     if timing:

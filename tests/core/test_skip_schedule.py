@@ -83,7 +83,7 @@ def recipes(draw: st.DrawFn) -> SkipSchedule:
     return SkipSchedule(", ".join(turn + end for turn, end in zip(told, [*until, ""], strict=True)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(recipes(), st.integers(1, 120), st.integers(3, 8))
 def test_every_iteration_has_a_length_and_phases_come_in_order(
     recipe: SkipSchedule, iterations: int, stages: int

@@ -165,7 +165,7 @@ CONVERSATIONS = st.lists(
 
 
 @given(CONVERSATIONS, st.integers(1, 10), st.booleans(), st.integers(1, 3), st.integers(1, 2))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_epoch_has_every_conversation_once(
     conversations: list[list[bool]], sequence: int, packing: bool, microbatches: int, samples: int
 ) -> None:

@@ -59,7 +59,7 @@ def story(tmp_path: Path) -> Path:
 
 
 @given(st.integers(1, 3000), st.integers(), st.integers(0, 2**40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_permutation_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     assert sorted(permute(seed, epoch, offset, n) for offset in range(n)) == list(range(n))
 
@@ -82,7 +82,7 @@ def test_permutation_is_the_same_in_every_release() -> None:
 
 
 @given(st.integers(2, 400), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**63))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_epoch_takes_every_window_once(
     tokens: int, sequence: int, microbatches: int, samples: int, seed: int
 ) -> None:

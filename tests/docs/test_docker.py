@@ -84,6 +84,7 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # not this checkout
 
 
+@pytest.mark.slow
 def test_the_image_has_the_command(image: Path) -> None:
     entry = next(words for name, words in steps() if name == "ENTRYPOINT")
     assert entry == ["[skippipe]"]

@@ -180,7 +180,7 @@ def read(tokenizer: Any, tokens: Sequence[int], prompt: Sequence[int] = ()) -> l
     return [*(stream.push(token) for token in tokens), stream.flush()]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.text(CHARACTERS, max_size=12), st.text(CHARACTERS, max_size=6))
 def test_characters_come_whole(text: str, before: str) -> None:
     for tokenizer, encoded in ((TEXT, TOKENIZER.encode), (FALLBACK, bytes_of)):

@@ -33,6 +33,8 @@ SMALLER: dict[str, dict[str, str]] = {
         "--budget 10": "--budget 1",
         "iterations = 100": "iterations = 4",
         "budget_s = 10.0": "budget_s = 1.0",
+        "models/qwen3-0.6b": "model",  # the one that was exported before
+        "run model/ --best": "tuned tuned-model/ --best",
     },
     "Install": {},
     "One machine": {
@@ -238,6 +240,7 @@ def test_readme(street: dict[str, Machine], environment: dict[str, str], tmp_pat
     here.run(read.sentence())  # what training needs
     assert "12 node keys" in ann.run(read.sentence())
     assert read.sentence_for_another_part() == joining()
+    fine_tuned(ann, read)
     gateway = ann.start(read.sentence())
     gateway.says("is served at")
     (curl,) = read.console()
@@ -245,6 +248,19 @@ def test_readme(street: dict[str, Machine], environment: dict[str, str], tmp_pat
     stopped(gateway)
     assert len(ann.run(read.sentence()).split()) > 20  # words of the built-in model
     read.end(here, ann)
+
+
+def fine_tuned(machine: Machine, read: Reader) -> None:
+    """With a chat template for the exported tokenizer, which never chatted, and conversations."""
+    tokenizer = machine.folder / "model" / "tokenizer_config.json"
+    template = "{% for each in messages %}{{ each['role'] }}: {{ each['content'] }}\n{% endfor %}"
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": template}))
+    chats = [{"prompt": f"Who is number {number}?", "completion": f"A truth, said {number}."} for number in range(800)]
+    (machine.folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    (machine.folder / "tuned.toml").write_text(f'output = "tuned"\niterations = 2\n\n{read.toml()}')
+    machine.run("skippipe train tuned.toml")
+    machine.run(read.sentence())
+    assert (machine.folder / "tuned-model" / "config.json").exists()
 
 
 def joining() -> str:

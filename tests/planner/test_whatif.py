@@ -59,7 +59,7 @@ timings = st.sampled_from(list(Timing))
 # the critical path
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(plans(), plans(lost=True)), timings)
 def test_causes_add_up_to_the_iteration(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
@@ -76,7 +76,7 @@ def test_causes_add_up_to_the_iteration(plan: Plan, timing: Timing) -> None:
     assert sorted(cause for bottleneck in named for cause in bottleneck.causes) == sorted(causes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(), timings)
 def test_causes_are_where_they_can_be(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
@@ -114,7 +114,7 @@ def test_causes_are_where_they_can_be(plan: Plan, timing: Timing) -> None:
                 assert piece.end_ns == timeline.iteration_ns
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plans(), timings)
 def test_a_lane_by_itself_is_its_own_path(plan: Plan, timing: Timing) -> None:
     """No wait, and every task and hop of the lane is on it."""

@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.fault_scenarios import scenario
 from tests.helpers.virtual_chaos import play, staged
 
-BLOCK = 50
+BLOCK = 25
 ONCE_FAILED = {
     1035: "every node is gone while a stage is assigned",
     5331: "the coordinator is restarted after the last step, which a node has taken meanwhile",
@@ -30,7 +30,7 @@ def quiet() -> Iterator[None]:
     log.setLevel(logging.NOTSET)
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 10))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 20))])
 def test_any_few_faults_are_survived(block: int) -> None:
     failed = []
     for seed in range(block * BLOCK, (block + 1) * BLOCK):

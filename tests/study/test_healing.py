@@ -23,7 +23,7 @@ from tests.helpers.processes import Command
 
 torch.set_num_threads(1)
 SOME_WORDS = ("some", "words", "of", "what", "said", "Emma", "and", "more")
-QUICK = HealSettings(rank=8, bridges=4, sequence=16, tokens=30_000, rate=1e-2)
+QUICK = HealSettings(rank=8, bridges=4, sequence=16, tokens=15_000, rate=1e-2)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def test_parts_get_better_and_the_whole_model_stays(tmp_path: Path, text: str) -
     assert (whole["missing"], one["missing"]) == (0, 1)
     assert whole["before"] == whole["after"]
     assert one["before"] != one["after"]
-    assert found["steps"] == found["steps_wanted"] == 30_000 // (found["tokens"] // found["steps"])
+    assert found["steps"] == found["steps_wanted"] == 15_000 // (found["tokens"] // found["steps"])
     assert any(each.startswith("healing, loss") for each in said)
     theirs = AutoModelForCausalLM.from_pretrained(output)  # an ordinary model to others
     tokens = torch.arange(12)[None]
