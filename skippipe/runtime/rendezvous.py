@@ -32,9 +32,9 @@ from skippipe.runtime.messages import (
     to_json,
 )
 from skippipe.transport.addresses import join_address, split_address
-from skippipe.transport.callbacks import TOKEN_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
+from skippipe.transport.token_gate import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
 CLOSE_LINGER_S = 1.0  # for the last messages to leave

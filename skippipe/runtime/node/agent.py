@@ -48,11 +48,11 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThread
 from skippipe.runtime.node.peer_links import PeerLinks
-from skippipe.transport.callbacks import TOKEN_BYTES
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
+from skippipe.transport.token_gate import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
