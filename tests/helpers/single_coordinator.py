@@ -106,6 +106,9 @@ class RecordingEnv(Callback):
     def is_called(self, node: int) -> bool:  # noqa: ARG002
         return False
 
+    def awaits_relay(self) -> bool:
+        return False
+
     def disconnect(self, node: int) -> None:
         self.log.append(("disconnect", node))
 

@@ -18,6 +18,7 @@ from skippipe.cluster import Cluster, Node
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.membership import LinkReports
 from skippipe.runtime.messages import Averaged
+from skippipe.runtime.relay_pool import RelayInfo
 
 FIRST_DOWN_NS = 60 * 10**9
 NEWEST_WEIGHT = 0.5  # of the newest iteration in the running mean
@@ -26,10 +27,18 @@ NEWEST_WEIGHT = 0.5  # of the newest iteration in the running mean
 class ClusterEstimator:
     """Measured speeds of nodes and links against the plan, and links that are down."""
 
-    def __init__(self, plan: Plan, full: Cluster, now_ns: int, out_only: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        full: Cluster,
+        now_ns: int,
+        out_only: Set[int] = frozenset(),
+        relays: Mapping[str, RelayInfo] | None = None,
+    ) -> None:
         """`full` is the cluster with all its links; those that the plan does without are down for a while. `out_only`
-        has at any time the nodes that cannot be called: no two of them can meet."""
+        has at any time the nodes that cannot be called: no two of them can meet, unless there are `relays`."""
         self._out_only = out_only
+        self._relays = relays if relays is not None else {}
         self._down: dict[frozenset[int], tuple[int, int]] = {}
         """Two nodes → until when their link counts as down, and for how long it did."""
         self.link_reports = LinkReports()
@@ -52,11 +61,21 @@ class ClusterEstimator:
         self._down[frozenset({a, b})] = now_ns + 2 * span_ns, 2 * span_ns
 
     def is_down(self, a: int, b: int, now_ns: int) -> bool:
-        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns or {a, b} <= self._out_only
+        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns or frozenset({a, b}) in self.apart()
 
     def apart(self) -> frozenset[frozenset[int]]:
-        """Pairs of nodes of which neither can call the other."""
+        """Pairs of nodes of which neither can call the other, and that have no relay to meet at."""
+        return frozenset() if self._relays else self._out_only_pairs()
+
+    def _out_only_pairs(self) -> frozenset[frozenset[int]]:
         return frozenset(frozenset(pair) for pair in combinations(sorted(self._out_only), 2))
+
+    def relay_came(self) -> bool:
+        """Links that were down for want of a relay are not any more; does the plan do without such a link?"""
+        pairs = self._out_only_pairs()
+        for pair in pairs & self._down.keys():
+            del self._down[pair]
+        return any(frozenset(pair) in pairs for pair in self._excluded)
 
     def down_links(self, now_ns: int) -> frozenset[frozenset[int]]:
         """Pairs of nodes whose link counts as down."""

@@ -171,7 +171,11 @@ class NodeAgent:
             self.send_control(RequestCallback(request.peer, request.token, request.port))
 
     def _call_back(self, control: CallBack) -> None:
-        if control.peer in self._numbers and TOKEN.fullmatch(control.token):
+        if control.peer not in self._numbers or not TOKEN.fullmatch(control.token or control.relay):
+            return
+        if TOKEN.fullmatch(control.relay):
+            self._mailbox.meet(control.address.split(","), control.relay, control.token)
+        elif not control.relay:
             self._mailbox.answer(control.address.split(","), control.token)
 
     # NodeEnv
