@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 REMEMBERED = "~/.skippipe/node.key"
 RELAY_KEY = "~/.skippipe/relay.key"
 RELAY_PORT = "5560"
+ADMITTED_S = 900.0  # for a coordinator to be there that admits a relay
 RATE_MB = Range(1e-6, 10**9)
 STREAMS = Range(1, 2**16)
 IDLE_S = Range(1, 10**6)
@@ -175,9 +176,6 @@ def relay(
     idle: Annotated[
         float, IDLE_S, typer.Option(metavar="SECONDS", help="A stream that carries nothing for that long is closed.")
     ] = 600,
-    patience: Annotated[
-        float, WAIT_S, typer.Option(help="Seconds to wait for the coordinator when the relay is admitted.")
-    ] = 900,
 ) -> None:
     """Join nodes that can both only call out: a relay on a machine that can be reached.
 
@@ -199,7 +197,7 @@ def relay(
     from skippipe.transport.relay import Relay, RelayLimits
 
     path = key if key is not None else Path(RELAY_KEY).expanduser()
-    mine = _admitted(invitation, join, path, patience)
+    mine = _admitted(invitation, join, path, ADMITTED_S)
     where = join or ",".join(mine.addresses)
     if not where:
         raise UserError("--join: missing; say where the coordinator is: host:port")

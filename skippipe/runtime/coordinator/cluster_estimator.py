@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import combinations
+from math import isinf
 
 import numpy as np
 
-from skippipe.cluster import Cluster, Node
+from skippipe.cluster import Cluster, Node, with_relay
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.membership import LinkReports
 from skippipe.runtime.messages import Averaged
@@ -123,7 +124,8 @@ class ClusterEstimator:
     def cluster(self, now_ns: int, *, speeds: bool) -> Cluster | None:
         """The cluster without links that are down and, if asked for, as fast as measured; None: as the plan has it."""
         down = [tuple(pair) for pair in self.down_links(now_ns)]
-        if not down and not self._excluded and not (speeds and (self._nodes or self._links)):
+        relayed = self._within_relays(self._plan.cluster) != self._plan.cluster
+        if not down and not self._excluded and not relayed and not (speeds and (self._nodes or self._links)):
             return None
         return self._estimate(down, speeds=speeds)
 
@@ -146,7 +148,15 @@ class ClusterEstimator:
             bandwidth[a, b] = self._full.bandwidth_bytes_per_s[a, b]
         for a, b in down:
             bandwidth[a, b] = bandwidth[b, a] = 0.0
-        return replace(cluster, nodes=nodes, latency_s=latency_s, bandwidth_bytes_per_s=np.asarray(bandwidth))
+        return self._within_relays(
+            replace(cluster, nodes=nodes, latency_s=latency_s, bandwidth_bytes_per_s=np.asarray(bandwidth))
+        )
+
+    def _within_relays(self, cluster: Cluster) -> Cluster:
+        """What nodes that only call out have of each other, through the relays that there are."""
+        if not self._relays or isinf(total := sum(each.bytes_per_s for each in self._relays.values())):
+            return cluster
+        return with_relay(cluster, self._out_only, total, max(each.node_bytes_per_s for each in self._relays.values()))
 
     def _estimate_node(self, index: int) -> Node:
         node = self._plan.cluster.nodes[index]
