@@ -181,13 +181,13 @@ def with_relay(cluster: Cluster, nodes: Collection[int], bytes_per_s: float, nod
         return cluster
     share = max(1.0, min(bytes_per_s / len(among), node_bytes_per_s))
     bandwidth = cluster.bandwidth_bytes_per_s.copy()
-    np.fill_diagonal(bandwidth, 0)
     made = list(cluster.nodes)
     elsewhere = np.setdiff1d(np.arange(len(cluster)), among)
     for index in among:
         alone = not bandwidth[index, elsewhere].any()
         each = share if alone else share / (len(among) - 1)
-        bandwidth[index, among] = np.minimum(bandwidth[index, among], each)
+        peers = [peer for peer in among if peer != index]
+        bandwidth[index, peers] = np.minimum(bandwidth[index, peers], each)
         if alone and isfinite(share):
             upload = min(share, made[index].upload_bytes_per_s or inf)
             made[index] = replace(made[index], upload_bytes_per_s=upload)

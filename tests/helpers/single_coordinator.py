@@ -95,6 +95,7 @@ class RecordingEnv(Callback):
     """Lane → its data node, if that is another than planned."""
     collections: dict[int, int] = field(default_factory=dict)
     """Node → the id of its last request for a piece."""
+    lacks_relay: bool = False
 
     def now_ns(self) -> int:
         return int(self.now_s * 1e9)
@@ -107,7 +108,7 @@ class RecordingEnv(Callback):
         return False
 
     def awaits_relay(self) -> bool:
-        return False
+        return self.lacks_relay
 
     def disconnect(self, node: int) -> None:
         self.log.append(("disconnect", node))
