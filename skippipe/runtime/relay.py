@@ -10,8 +10,11 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from itertools import cycle
 
 from skippipe import __version__
@@ -19,6 +22,7 @@ from skippipe.errors import UserError
 from skippipe.runtime.fencing import Incarnation, stamp_of, stamped
 from skippipe.runtime.messages import Hello, RelayGrant, Stop, from_json, to_json
 from skippipe.runtime.relay_pool import RELAY_HELLO_S
+from skippipe.transport.enrolment import AdmissionClient, Call, Called, NoConversation
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import MessageKind, Received
@@ -29,6 +33,7 @@ COORDINATOR = "coordinator"
 RETRY_S = 2.0  # from one attempt to reach a coordinator to the next
 REFUSED_S = 15.0  # for a coordinator that has just started to let this relay in
 POLL_S = 0.2
+CALL_BACK_S = 8.0  # for the coordinator to try to connect to this relay
 LOAD_EVERY_S = 60.0  # from one line about the load to the next
 TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 
@@ -42,8 +47,8 @@ class RelayAgent:
         """`coordinator` and `address`, at which nodes dial the relay: host:port, several with commas between them."""
         self._relay = relay
         self._address = address
+        self._keys = keys
         self._public = coordinator_public
-        self._where = coordinator
         self._addresses = cycle(coordinator.split(","))
         self._mailbox = Mailbox(name, keys, listen=OUT_ONLY, trusted=COORDINATOR)
         self._mailbox.allow(COORDINATOR, coordinator_public)
@@ -58,19 +63,19 @@ class RelayAgent:
 
     def run(self, stopped: Callable[[], bool] = lambda: False, tell: Callable[[str], None] = log.info) -> None:
         """Relay until told to end; UserError if the coordinator refuses this relay. `tell` gets a line about the load
-        now and then."""
+        now and then, and one if the coordinator cannot reach this relay; the latter from another thread."""
         try:
             while not stopped():
                 for received in self._mailbox.receive(POLL_S):
                     self._take(received)
-                self._check_connection()
+                self._check_connection(tell)
                 self._say_hello()
                 self._tell_load(tell)
         finally:
             self._mailbox.close(POLL_S)
             self._relay.close()
 
-    def _check_connection(self) -> None:
+    def _check_connection(self, tell: Callable[[str], None]) -> None:
         now = time.monotonic()
         for lost in self._mailbox.lost():
             if lost.reason is LossReason.REFUSED:
@@ -90,10 +95,23 @@ class RelayAgent:
                 self._secret = secrets.token_bytes(TOKEN_BYTES)
                 self._mailbox.be_callable(self._coordinator, self._secret)
                 self._hello_at = now
+                asking = partial(self._ask_to_be_called, self._coordinator, tell)
+                threading.Thread(target=asking, name="is it reached", daemon=True).start()
         elif now >= self._retry_at:
             self._secret, self._retry_at = b"", now + RETRY_S
             self._coordinator = next(self._addresses)
             self._mailbox.connect(COORDINATOR, self._coordinator, self._public)
+
+    def _ask_to_be_called(self, coordinator: str, tell: Callable[[str], None]) -> None:
+        """Tell if the coordinator, and so perhaps nobody, can connect to this relay."""
+        with suppress(NoConversation, UserError), AdmissionClient(coordinator, self._keys, self._public) as client:
+            for address in self._address.split(","):
+                failure = client.ask(Call(address, secrets.token_hex(16)), Called, CALL_BACK_S).failure
+                if failure:
+                    tell(
+                        f"warning: the coordinator cannot reach this relay at {address}: {failure}; open or forward "
+                        "this TCP port, or say with --address where nodes reach it"
+                    )
 
     def _say_hello(self) -> None:
         if self._secret and time.monotonic() >= self._hello_at:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
@@ -19,8 +20,11 @@ from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.relay import RelayAgent, load_line
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, SAME_ATTEMPT_S, RelayInfo, RelayPool
 from skippipe.runtime.rendezvous import Rendezvous
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.addresses import free_port
+from skippipe.transport.admission import AdmissionServer
+from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox
+from skippipe.transport.members import MemberStore, cluster_keys
 from skippipe.transport.message import MessageKind, Received
 from skippipe.transport.relay import Relay, RelayLimits, RelayLoad
 from tests.helpers.mailboxes import number_of, numbered
@@ -153,6 +157,32 @@ def test_who_is_no_relay_is_told_so(run: Run) -> None:
     run.until(lambda: run.ended)
     assert run.ended == ["'hub' was invited as a node: start it with 'skippipe node', or invite a relay"]
     assert not run.rendezvous.relays and not run.relays
+
+
+def test_a_relay_that_cannot_be_reached_is_told_so(tmp_path: Path) -> None:
+    """The coordinator calls it back, at each of its addresses."""
+    keys, store = cluster_keys(tmp_path), MemberStore.of_folder(tmp_path)
+    PeerList({"hub": KEYS["hub"].public}, relays=("hub",)).save(store.path)
+    port, nowhere = free_port("127.0.0.1"), f"127.0.0.1:{free_port('127.0.0.1')}"
+    admission = AdmissionServer(store, keys, f"127.0.0.1:{port}")
+    admission.start()
+    said: list[str] = []
+    with (
+        closing(admission),
+        closing(Mailbox(THE_COORDINATOR, keys, listen=f"127.0.0.1:{port}")) as coordinator,
+        closing(Relay("127.0.0.1:0")) as relay,
+    ):
+        coordinator.allow("hub", KEYS["hub"].public)
+        where = f"127.0.0.1:{port}"
+        agent = RelayAgent("hub", KEYS["hub"], where, keys.public, relay, f"{relay.address},{nowhere}")
+        deadline = time.monotonic() + DEADLINE_S
+
+        def stopped() -> bool:
+            coordinator.receive(0.01)
+            return bool(said) or time.monotonic() > deadline
+
+        agent.run(stopped, said.append)
+    assert [line.split(": ")[1] for line in said] == [f"the coordinator cannot reach this relay at {nowhere}"]
 
 
 def test_a_relay_whose_key_is_refused_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
