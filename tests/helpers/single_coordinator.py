@@ -95,7 +95,6 @@ class RecordingEnv(Callback):
     """Lane → its data node, if that is another than planned."""
     collections: dict[int, int] = field(default_factory=dict)
     """Node → the id of its last request for a piece."""
-    lacks_relay: bool = False
 
     def now_ns(self) -> int:
         return int(self.now_s * 1e9)
@@ -106,9 +105,6 @@ class RecordingEnv(Callback):
 
     def is_called(self, node: int) -> bool:  # noqa: ARG002
         return False
-
-    def awaits_relay(self) -> bool:
-        return self.lacks_relay
 
     def disconnect(self, node: int) -> None:
         self.log.append(("disconnect", node))

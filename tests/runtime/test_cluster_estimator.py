@@ -138,10 +138,11 @@ def test_rates_of_a_node_follow_what_all_its_links_have_in_common(
 # Nodes that cannot be called
 
 
-def out_only(plan: Plan, *nodes: int, lacks_relay: bool = False) -> CoordinatorHarness:
+def out_only(plan: Plan, *nodes: int, may_relay: bool = False) -> CoordinatorHarness:
     """All nodes have joined; some cannot be called."""
-    env = RecordingEnv(lacks_relay=lacks_relay)
+    env = RecordingEnv()
     harness = CoordinatorHarness(new_coordinator(env, 2, plan, recovery=AT_ONCE), env)
+    harness.coordinator.membership.may_relay = may_relay
     for node in sorted(plan.stage_of):
         if node in nodes:
             harness.coordinator.on_reach(node, "")
@@ -166,28 +167,22 @@ def test_nodes_that_cannot_meet_are_kept_apart_or_named() -> None:
     assert harness.coordinator.failure.startswith("nodes 'n0' and 'n1' can only call out, so they cannot reach each")
 
 
-def relay(harness: CoordinatorHarness, info: RelayInfo | None) -> None:
-    """The only relay comes, or is gone."""
-    harness.env.lacks_relay = info is None
-    harness.coordinator.on_relay("hub", info)
-
-
 def test_nodes_that_only_call_out_wait_for_a_relay_and_for_its_return() -> None:
     """Nobody is evicted when it is gone: the iteration begins again when it is back, and the plan stays as it is."""
     plan = plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    harness = out_only(plan, 0, 1, 2, 3, lacks_relay=True)
+    harness = out_only(plan, 0, 1, 2, 3, may_relay=True)
     coordinator, unlimited = harness.coordinator, RelayInfo("10.0.0.1:5560", inf, inf, 0)
     assert is_now(coordinator, CoordinatorState.JOINING) and harness.env.event_kinds()[-1] == "paused"
-    relay(harness, unlimited)
+    coordinator.on_relay("hub", unlimited)
     assert is_now(coordinator, CoordinatorState.PREPARING) and coordinator.plan.lanes == plan.lanes
     for node in range(4):
         harness.send(node, Ready())
     harness.iterate()
-    relay(harness, None)
+    coordinator.on_relay("hub", None)
     harness.env.new_messages()
     harness.send(0, LinkDown(2, 1)).send(2, LinkDown(0, 1)).send(2, LinkDown(3, 1))
     assert is_now(coordinator, CoordinatorState.PAUSED) and not harness.env.logged("disconnect")
-    relay(harness, unlimited)
+    coordinator.on_relay("hub", unlimited)
     harness.wait(6)
     assert is_now(coordinator, CoordinatorState.TRAINING), harness.env.events
     assert any(isinstance(each, Begin) for each in harness.env.new_messages()[0])
@@ -197,7 +192,7 @@ def test_nodes_that_only_call_out_wait_for_a_relay_and_for_its_return() -> None:
 
 
 def test_a_relay_that_never_comes_is_named() -> None:
-    harness = out_only(plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3))), 0, 1, 2, 3, lacks_relay=True)
+    harness = out_only(plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3))), 0, 1, 2, 3, may_relay=True)
     harness.wait(601)
     assert harness.coordinator.failure == "waited 600 s for a relay to join"
 

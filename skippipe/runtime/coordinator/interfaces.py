@@ -60,9 +60,6 @@ class CoordinatorEnv(Protocol):
     def is_called(self, node: int) -> bool:
         """Is it still being found out whether a connected node can be reached?"""
 
-    def awaits_relay(self) -> bool:
-        """Is there no relay, though one may join?"""
-
     def disconnect(self, node: int) -> None:
         """Drop the connection to a node that is lost."""
 

@@ -58,6 +58,12 @@ class Membership:
     """Members that call others and cannot be called."""
     relays: dict[str, RelayInfo] = field(default_factory=dict)
     """Relays at which such members meet."""
+    may_relay: bool = False
+    """There are relays that may join, or have joined."""
+
+    @property
+    def lacks_relay(self) -> bool:
+        return self.may_relay and not self.relays
 
     def assign(self, node: int) -> int:
         """A new assignment id: answers to earlier orders of this node do not count any more."""

@@ -100,6 +100,7 @@ class CoordinatorServer:
             raise UserError(self.machine.failure)
 
     def _poll(self, machine: Coordinator, timeout_s: float, ended: EndedNodes) -> None:
+        machine.membership.may_relay = bool(self._listener.relay_names)
         for received in self._mailbox.receive(timeout_s):
             self._deliver(machine, received)
         now = time.monotonic()
@@ -159,9 +160,6 @@ class CoordinatorServer:
 
     def is_called(self, node: int) -> bool:
         return self._listener.is_called(self._names[node])
-
-    def awaits_relay(self) -> bool:
-        return not self._listener.relays and bool(self._listener.relay_names)
 
     def disconnect(self, node: int) -> None:
         self._listener.disconnect(self._names[node], EXIT_MESSAGE_S)

@@ -138,7 +138,7 @@ class Startup:
 
     def _lacks_relay(self) -> bool:
         """Do nodes of the plan need a relay that may still come?"""
-        lacks = self.env.awaits_relay() and self.replanner.needs_apart()
+        lacks = self.membership.lacks_relay and self.replanner.needs_apart()
         if lacks and not self._awaits_relay:
             self.context.log_event("paused", "all nodes are there, and some only call out: waiting for a relay")
         self._awaits_relay = lacks

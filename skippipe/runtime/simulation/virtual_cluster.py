@@ -117,9 +117,6 @@ class _CoordinatorEnv(Callback):
     def is_called(self, node: int) -> bool:  # noqa: ARG002
         return False
 
-    def awaits_relay(self) -> bool:
-        return False
-
     def disconnect(self, node: int) -> None:
         self.fence.left(node)
 
