@@ -26,6 +26,7 @@ from skippipe.transport.token_gate import TokenGate, listen_at, token_of
 
 CALLER, CALLEE = 0, 1
 """The index of a side's token: of the node that has asked for the stream, and of its peer."""
+MOST_STRANGERS = 1024  # streams that have not shown a good token: at the start of a run all nodes dial at once
 MEET_S = 10.0  # for both nodes to dial, from the grant on
 BURST_S = 0.05  # of its rate that a node may send at once after a pause
 LOOKS_PER_IDLE = 4  # looks at the streams in the time for which one may be idle
@@ -95,7 +96,7 @@ class Relay:
         self.address = join_address(host, int(listening.getsockname()[1]))
         self._loop = StreamLoop("the relay")
         # the rest belongs to the loop's thread
-        self._gate: TokenGate[tuple[_Grant, int]] = TokenGate(self._loop, self._dialled)
+        self._gate: TokenGate[tuple[_Grant, int]] = TokenGate(self._loop, self._dialled, MOST_STRANGERS)
         self._buckets = {"": Bucket(self.limits.bytes_per_s)}
         """Node → its bucket; without a name: of all together."""
         self._joined: set[_Grant] = set()

@@ -51,10 +51,13 @@ def listen_at(host: str, ports: Sequence[int]) -> socket.socket:
 class TokenGate(Generic[Meaning]):
     """Streams that come in, until each has shown its token. All methods are for the loop's thread."""
 
-    def __init__(self, loop: StreamLoop, admit: Callable[[socket.socket, Meaning], None]) -> None:
+    def __init__(
+        self, loop: StreamLoop, admit: Callable[[socket.socket, Meaning], None], most_strangers: int = MOST_STRANGERS
+    ) -> None:
         """`admit` is called with a stream that has shown a token, and with what the token is for."""
         self._loop = loop
         self._admit = admit
+        self._most_strangers = most_strangers
         self.expected: dict[bytes, Meaning] = {}
         self._strangers: dict[bytes, socket.socket] = {}
         self._unread: set[socket.socket] = set()
@@ -74,7 +77,7 @@ class TokenGate(Generic[Meaning]):
     def greet(self, stream: socket.socket, *, known: bool = False) -> None:
         """Find out what a new stream is; one that is known was opened from here, and does not count as a stranger."""
         if not known:
-            while len(self._unread) >= MOST_STRANGERS:
+            while len(self._unread) >= self._most_strangers:
                 self._refuse(self._unread.pop())
             self._unread.add(stream)
         came = bytearray()
@@ -105,7 +108,7 @@ class TokenGate(Generic[Meaning]):
     def _show(self, stream: socket.socket, token: bytes) -> None:
         if token in self.expected:
             self._take(stream, token)
-        elif token in self._strangers or len(self._strangers) >= MOST_STRANGERS:
+        elif token in self._strangers or len(self._strangers) >= self._most_strangers:
             self._refuse(stream)
         else:
             self._strangers[token] = stream
