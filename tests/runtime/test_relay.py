@@ -200,7 +200,8 @@ def test_pairs_go_to_the_relay_with_fewest_streams_and_to_the_next_if_they_ask_a
     assert pool.choose("x", "y", 0.0) == ""
     assert pool.heard("busy", busy, 0.0) and pool.heard("idle", idle, 0.0) and not pool.heard("idle", idle, 1.0)
     later = 100.0
-    assert [pool.choose(*pair, later) for pair in ("xy", "xy", "yx", "xz")] == ["idle", "busy", "idle", "idle"]
+    pairs = [("x", "y"), ("x", "y"), ("y", "x"), ("x", "z")]
+    assert [pool.choose(a, b, later) for a, b in pairs] == ["idle", "busy", "idle", "idle"]
     assert pool.choose("x", "y", later + SAME_ATTEMPT_S) == "idle"
     assert pool.silent(1.0 + RELAY_SILENT_S) == ["busy"]
     assert pool.remove("busy") and not pool.remove("busy")
