@@ -87,6 +87,7 @@ test-data: $(READY)
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.fuzz
 	$(BIN)/python -m benchmarks.fuzz_admission
+	$(BIN)/python -m benchmarks.fuzz_relay
 	$(BIN)/python -m benchmarks.chaos virtual
 	$(BIN)/python -m benchmarks.chaos processes
 	$(BIN)/python -m benchmarks.chaos recovery

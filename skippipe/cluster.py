@@ -7,10 +7,11 @@ made for; the other half is the workload. The file format is described in docs/f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -166,6 +167,31 @@ class Cluster:
 
     def save(self, path: Path) -> None:
         write_text(path, json_text(self.to_json()) + "\n")
+
+
+def with_relay(cluster: Cluster, nodes: Collection[int], bytes_per_s: float, node_bytes_per_s: float = inf) -> Cluster:
+    """The cluster if these nodes reach each other through a relay alone, which carries so much of all together and of
+    each.
+
+    Every one of them counts on an equal share, whatever the others send: that is less than it may get, and holds. If a
+    node has other links as well, its links through the relay have equal parts of its share each.
+    """
+    among = sorted(nodes)
+    if len(among) < 2:
+        return cluster
+    share = max(1.0, min(bytes_per_s / len(among), node_bytes_per_s))
+    bandwidth = cluster.bandwidth_bytes_per_s.copy()
+    made = list(cluster.nodes)
+    elsewhere = np.setdiff1d(np.arange(len(cluster)), among)
+    for index in among:
+        alone = not bandwidth[index, elsewhere].any()
+        each = share if alone else share / (len(among) - 1)
+        peers = [peer for peer in among if peer != index]
+        bandwidth[index, peers] = np.minimum(bandwidth[index, peers], each)
+        if alone and isfinite(share):
+            upload = min(share, made[index].upload_bytes_per_s or inf)
+            made[index] = replace(made[index], upload_bytes_per_s=upload)
+    return replace(cluster, nodes=tuple(made), bandwidth_bytes_per_s=bandwidth)
 
 
 def _matrix(fields: Fields, name: str, n: int) -> Matrix:

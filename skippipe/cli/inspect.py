@@ -32,10 +32,26 @@ SHOWN = 6  # causes, the largest
 def cluster(
     name: ClusterName,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it as a cluster file.")] = None,
+    relay: Annotated[
+        float | None,
+        Range(1e-6, 10**9),
+        typer.Option(
+            metavar="MB/S",
+            help="Nodes reach each other through a relay ('skippipe relay') that carries so many megabytes a second: "
+            "each counts on an equal share.",
+        ),
+    ] = None,
+    relayed: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="The nodes that do, with commas; others are reached directly."),
+    ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Make a cluster file from a preset, or check one and show what is in it.
+
+    \b
+        skippipe cluster cluster.json --relay 100 -o relayed.json
 
     Example: skippipe cluster regions:24 -o cluster.json
     """
@@ -43,7 +59,11 @@ def cluster(
 
     if output:
         check_output(output, Path(name), overwrite=overwrite)
+    if relayed is not None and relay is None:
+        raise UserError("--relayed: goes with --relay, which says how much the relay carries")
     found, _ = cluster_named(name)
+    if relay is not None:
+        found = _relayed(found, 1e6 * relay, relayed)
     if output:
         found.save(output)
     if as_json:
@@ -52,6 +72,15 @@ def cluster(
     _show_cluster(found)
     if output:
         print(f"written to {output}")
+
+
+def _relayed(found: Cluster, bytes_per_s: float, names: str | None) -> Cluster:
+    from skippipe.cluster import with_relay
+
+    wanted = list(found.number) if names is None else [name.strip() for name in names.split(",")]
+    if unknown := [name for name in wanted if name not in found.number]:
+        raise UserError(f"--relayed: '{unknown[0]}' is no node of '{found.name}'; there are {', '.join(found.number)}")
+    return with_relay(found, [found.number[name] for name in wanted], bytes_per_s)
 
 
 def _show_cluster(found: Cluster) -> None:

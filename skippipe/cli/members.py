@@ -38,6 +38,9 @@ def keys(
         Path | None, typer.Argument(metavar="FOLDER", help="Where the key files go; or -o FOLDER.")
     ] = None,
     output: OutputFolder = None,
+    relays: Annotated[
+        str, typer.Option(metavar="NAMES", help="Names of relays ('skippipe relay'), with commas: a key for each too.")
+    ] = "",
 ) -> None:
     """Make a key for the coordinator and one for every node of a cluster.
 
@@ -53,26 +56,34 @@ def keys(
     from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 
     names = _node_names(cluster)
+    relay_names = _split_names(relays) if relays else []
+    if set(relay_names) & set(names):
+        raise UserError(f"--relays {relays}: has the name of a node; a relay needs one of its own")
     folder = one_folder(folder, output)
     check_empty(folder)
     own = KeyPair.new()
     KeyFile(THE_COORDINATOR, own).save(folder / "coordinator.key")
     peers = {}
-    for name in names:
+    for name in (*names, *relay_names):
         pair = KeyPair.new()
         peers[name] = pair.public
         KeyFile(name, pair, own.public).save(folder / f"{name.replace(os.sep, '_')}.key")
-    PeerList(peers).save(folder / "peers.json")
+    PeerList(peers, relays=tuple(relay_names)).save(folder / "peers.json")
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
 
 
 def _node_names(argument: str) -> list[str]:
     """Names from a cluster, or from a list with commas."""
     from skippipe.planner.problem_spec import cluster_named
-    from skippipe.runtime.node.agent import THE_COORDINATOR
 
     if "," not in argument or exists(Path(argument)):
         return [node.name for node in cluster_named(argument)[0].nodes]
+    return _split_names(argument)
+
+
+def _split_names(argument: str) -> list[str]:
+    from skippipe.runtime.node.agent import THE_COORDINATOR
+
     names = [name.strip() for name in argument.split(",")]
     odd = [name for name in names if not name or not name.isprintable() or name == THE_COORDINATOR]
     if odd or len(set(names)) < len(names):
@@ -93,6 +104,7 @@ def invite(
             show_default="as the last time; at first this machine's own addresses, port 5555",
         ),
     ] = None,
+    relay: Annotated[bool, typer.Option("--relay", help="It is to be a relay ('skippipe relay'), no node.")] = False,
     as_json: Json = False,
 ) -> None:
     """Invite a machine: prints one string with which it joins, once.
@@ -116,7 +128,7 @@ def invite(
     own = cluster_keys(cluster)
     store = MemberStore.of_folder(cluster)
     where = given or store.current().addresses or _own_addresses()
-    found = store.invite(name, own.public, lasting_s, where)
+    found = store.invite(name, own.public, lasting_s, where, relay=relay)
     if as_json:
         print(
             json.dumps(
@@ -132,7 +144,7 @@ def invite(
     print(found.to_text())
     typer.echo(
         f"for '{name}', once, until {when(found.expires_s)}; it joins {', '.join(found.addresses)} with: "
-        "skippipe node INVITATION",
+        f"skippipe {'relay' if relay else 'node'} INVITATION",
         err=True,
     )
 
@@ -160,7 +172,7 @@ def list_members(cluster: ClusterFolder, as_json: Json = False) -> None:
         [
             (
                 row.name,
-                row.state,
+                f"{row.state}, relay" if row.relay else row.state,
                 fingerprint(row.public) if row.public else "",
                 when(row.since_s) if row.since_s else "",
                 _ago(now_s - row.seen_s)

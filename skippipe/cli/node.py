@@ -1,4 +1,4 @@
-"""Commands on a machine that joins: node, doctor."""
+"""Commands on a machine that joins: node, relay, doctor."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ import typer
 from skippipe.cli.options import Json
 from skippipe.errors import UserError
 from skippipe.json_fields import exists
-from skippipe.value_ranges import WAIT_S
+from skippipe.value_ranges import WAIT_S, Range
 
 if TYPE_CHECKING:
     from skippipe.runtime.doctor import Examined
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from skippipe.transport.keys import KeyFile
 
 REMEMBERED = "~/.skippipe/node.key"
+RELAY_KEY = "~/.skippipe/relay.key"
+RELAY_PORT = "5560"
+ADMITTED_S = 900.0  # for a coordinator to be there that admits a relay
+RATE_MB = Range(1e-6, 10**9)
+STREAMS = Range(1, 2**16)
+IDLE_S = Range(1, 10**6)
 MARKS = {"ok": "ok     ", "warning": "warning", "wrong": "wrong  "}
 
 KeyOption = Annotated[
@@ -95,7 +102,7 @@ def node(
     from skippipe.runtime.node.interfaces import JoinConfig
     from skippipe.transport.addresses import listen_address
 
-    mine = _admitted(invitation, join, key, patience)
+    mine = _admitted(invitation, join, _key_path(key), patience)
     where = join or ",".join(mine.addresses)
     if not where:
         raise UserError("--join: missing; say where the coordinator is: host:port")
@@ -132,13 +139,101 @@ def _key_path(given: Path | None) -> Path:
     return given if given is not None else Path(REMEMBERED).expanduser()
 
 
-def _admitted(invitation: str | None, join: str | None, key: Path | None, patience_s: float) -> KeyFile:
-    """This node's key file; with an invitation, it is made and admitted if that has not been done."""
+def relay(
+    invitation: Annotated[
+        str | None, typer.Argument(metavar="INVITATION", help="Needed once; the relay remembers.", show_default=False)
+    ] = None,
+    join: Join = None,
+    key: Annotated[
+        Path | None,
+        typer.Option(
+            help="This relay's key file: made by 'skippipe keys', or here with an invitation.", show_default=RELAY_KEY
+        ),
+    ] = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="host:port of this machine at which nodes dial; a port alone: at all its addresses. It must be open."
+        ),
+    ] = RELAY_PORT,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            help="host:port at which nodes reach this relay; several with commas between them, IPv4 and IPv6.",
+            show_default="the address that this machine has on the way to the coordinator",
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None, RATE_MB, typer.Option(metavar="MB/S", help="Megabytes a second of all nodes together.")
+    ] = None,
+    node_rate: Annotated[
+        float | None, RATE_MB, typer.Option(metavar="MB/S", help="Megabytes a second that one node may send.")
+    ] = None,
+    streams: Annotated[
+        int, STREAMS, typer.Option(help="Streams at one time of all nodes together; two nodes need up to six.")
+    ] = 4096,
+    node_streams: Annotated[int, STREAMS, typer.Option(help="Streams at one time of one node.")] = 512,
+    idle: Annotated[
+        float, IDLE_S, typer.Option(metavar="SECONDS", help="A stream that carries nothing for that long is closed.")
+    ] = 600,
+) -> None:
+    """Join nodes that can both only call out: a relay on a machine that can be reached.
+
+    Both nodes dial it, and it forwards what they send to each other. It cannot read that: keys and encryption are the
+    nodes' own, end to end. Invite it where the coordinator is, with 'skippipe invite CLUSTER --name hub --relay'. It
+    serves one run after another, until Ctrl-C, and needs one open port, little memory and no GPU. The plan may count on
+    what it carries: 'skippipe cluster --relay'.
+
+    \b
+        skippipe relay INVITATION --address hub.example.org:5560 --rate 100
+
+    Example: skippipe relay
+    """
+    import resource
+
+    from skippipe.runtime.relay import RelayAgent
+    from skippipe.transport.addresses import join_address, own_address, split_address
+    from skippipe.transport.invitation import split_addresses
+    from skippipe.transport.relay import Relay, RelayLimits
+
+    path = key if key is not None else Path(RELAY_KEY).expanduser()
+    mine = _admitted(invitation, join, path, ADMITTED_S)
+    where = join or ",".join(mine.addresses)
+    if not where:
+        raise UserError("--join: missing; say where the coordinator is: host:port")
+    if mine.coordinator is None:
+        raise UserError(f"{path}: this is the coordinator's key; a relay needs its own")
+    limits = RelayLimits(
+        1e6 * rate if rate else inf, 1e6 * node_rate if node_rate else inf, streams, node_streams, idle
+    )
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files a stream
+    everywhere = "[::]" if _has_ipv6() else "0.0.0.0"
+    opened = Relay(f"{everywhere}:{listen}" if listen.isascii() and listen.isdigit() else listen, limits)
+    host, port = split_address(opened.address)
+    if address is not None:
+        split_addresses(address, "--address")
+    elif host in ("0.0.0.0", "::", "*"):
+        address = join_address(own_address(split_address(where.split(",")[0])[0]), port)
+    else:
+        address = opened.address
+    agent = RelayAgent(mine.node, mine.keys, where, mine.coordinator, opened, address)
+    print(f"relay '{mine.node}' at {address}, for the coordinator at {where}; Ctrl-C ends it", file=sys.stderr)
+    agent.run(tell=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _has_ipv6() -> bool:
+    import socket
+
+    return socket.has_dualstack_ipv6()
+
+
+def _admitted(invitation: str | None, join: str | None, path: Path, patience_s: float) -> KeyFile:
+    """The key file of this node or relay; with an invitation, it is made and admitted if that has not been done."""
     from skippipe.transport.keys import KeyFile, KeyPair
 
-    path = _key_path(key)
     if invitation is None:
-        if key is None and not exists(path):
+        if path in (Path(REMEMBERED).expanduser(), Path(RELAY_KEY).expanduser()) and not exists(path):
             raise UserError("this machine was not invited yet: give the invitation, or --key and --join")
         return KeyFile.load(path)
     from dataclasses import replace

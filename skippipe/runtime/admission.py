@@ -73,7 +73,7 @@ class Admission:
         """Let in who was admitted and shut out who was revoked; gives those who are lost by it, and why."""
         lost = self._update(listener)
         self._inform(listener)
-        self._connected = dict(listener.addresses)
+        self._connected = {**dict.fromkeys(listener.relays, ""), **listener.addresses}
         if time.monotonic() > self._seen_at + SEEN_EVERY_S and self._connected:
             self._seen_at = time.monotonic()
             self._store.write_seen(dict.fromkeys(self._connected, time.time()))
@@ -89,6 +89,10 @@ class Admission:
             return []
         peers = known.peers
         self._shut_out = {each.name for each in known.revoked} - peers.keys()
+        relays = frozenset(known.relays) & peers.keys() - set(listener.names)
+        for name in relays - listener.relay_names:
+            listener.mailbox.allow(name, peers[name])
+        listener.relay_names = relays
         if peers == self.publics:
             return []
         gone = [name for name, public in self.publics.items() if peers.get(name) != public]
@@ -96,11 +100,12 @@ class Admission:
             log.info("'%s' %s", name, REVOKED)
             listener.send(name, Stop(f"this node {REVOKED}: its key {fingerprint(self.publics[name] or '')}… is void"))
             listener.mailbox.forbid(name)
+            listener.lose_relay(name, REVOKED)
             del self.publics[name]
         for name, public in peers.items():
             if name not in self.publics:
                 self.publics[name] = public
-                if name in listener.names:
+                if name in listener.names or name in relays:
                     listener.mailbox.allow(name, public)
         self._informed -= set(listener.addresses) if gone else set()
         return [(name, REVOKED) for name in gone if name in listener.names]

@@ -21,15 +21,13 @@ from skippipe.value_ranges import COUNT
 MOST_QUOTED = 200  # characters of an error about a message; it goes into logs and to the coordinator
 NON_FINITE = ("nan", "inf", "-inf")  # JSON has no such numbers, but a loss may be one, and must be seen
 
-COORDINATOR = -1
-"""Stands for the coordinator where a node's number is expected."""
+COORDINATOR = -1  # stands for the coordinator where a node's number is expected
 
 Count = Annotated[int, msgspec.Meta(ge=int(COUNT.least), le=int(COUNT.most))]
 
 
 def _tag(name: str) -> str:
-    """`StateRequest` → state_request."""
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()  # StateRequest → state_request
 
 
 class ControlMessage(msgspec.Struct, frozen=True, tag_field="say", tag=_tag, forbid_unknown_fields=True):
@@ -52,8 +50,9 @@ class Hello(ControlMessage, frozen=True):
     backup: Count = 0
     """Iterations that were done when the copy of stage 0's ends was made that this node keeps; 0: it keeps none."""
     callback: str = ""
-    """The secret, in hexadecimal digits, of the streams that the node opens if the coordinator cannot reach it at its
-    address, or if that says that it only calls out (see `transport.callbacks`)."""
+    """Secret, in hexadecimal digits, of the streams that it opens if it cannot be reached (`transport.callbacks`)."""
+    relay: list[float] = []
+    """Of a relay, which repeats its hello: bytes a second of all nodes together, and of one; streams that it joins."""
 
 
 class RequestCallback(ControlMessage, frozen=True):
@@ -275,6 +274,16 @@ class CallBack(ControlMessage, frozen=True):
     address: str
     token: str
     """As in `RequestCallback`."""
+    relay: str = ""
+    """The address is a relay's, which the peer dials too: the token to show there. This node asked, if that is all."""
+
+
+class RelayGrant(ControlMessage, frozen=True):
+    """For a relay: join the streams of two nodes that show the tokens of this secret."""
+
+    caller: str
+    callee: str
+    secret: str
 
 
 class Begin(ControlMessage, frozen=True):
@@ -401,8 +410,7 @@ class RunStep(ControlMessage, frozen=True):
     biases: list[list[list[float]]] = []
     """Tokens of each row and what is added to their logits; likewise."""
     logprobs: list[Count] = []
-    """One more than the likeliest tokens of each row that are reported with their log-probabilities, 0 for none at all;
-    likewise."""
+    """One more than the likeliest tokens of each row that are reported with log-probabilities, 0: none; likewise."""
     allowed: list[str] = []
     """Bits of the tokens that may come next in each row, in base64, or empty for all of them; likewise."""
 
@@ -440,7 +448,7 @@ class Stop(ControlMessage, frozen=True):
 MESSAGE_TYPES: dict[str, type[ControlMessage]] = {_tag(kind.__name__): kind for kind in ControlMessage.__subclasses__()}
 _ANY_CONTROL: Any = Union[tuple(MESSAGE_TYPES.values())]  # noqa: UP007  the types are known at run time only
 _FLOATS = {
-    say: {field.name for field in msgspec.structs.fields(kind) if "float" in str(field.type)}
+    say: {each.name for each in msgspec.structs.fields(kind) if "float" in str(each.type)}
     for say, kind in MESSAGE_TYPES.items()
 }
 
@@ -451,8 +459,7 @@ def to_json(control: ControlMessage) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> ControlMessage:
-    """The message, checked field by field. UserError names the field, what was expected and what was found there, in
-    few and printable characters whatever came."""
+    """The message, checked; UserError names the field, what was expected and found, in few, printable characters."""
     try:
         control: ControlMessage = msgspec.convert(_prepared(value), _ANY_CONTROL)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for surrogates in names of fields
@@ -471,19 +478,15 @@ def _to_plain(value: Any) -> Any:
 def _prepared(value: Any) -> Any:
     """Numbers that are not finite become floats; characters that could play tricks on a terminal become spaces."""
     floats = _FLOATS.get(str(value.get("say"))) if isinstance(value, dict) else None
-    if floats is None:
-        return value
-    return {name: _to_floats(each) if name in floats else _printable(each) for name, each in value.items()}
+    return value if floats is None else {name: _read(each, name in floats) for name, each in value.items()}
 
 
-def _to_floats(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_to_floats(each) for each in value]
-    return float(value) if isinstance(value, str) and value in NON_FINITE else value
-
-
-def _printable(value: Any) -> Any:
-    return "".join(each if each.isprintable() else " " for each in value) if isinstance(value, str) else value
+def _read(value: Any, floats: bool) -> Any:
+    if floats and isinstance(value, list):
+        return [_read(each, floats) for each in value]
+    if not isinstance(value, str) or floats:
+        return float(value) if isinstance(value, str) and value in NON_FINITE else value
+    return "".join(each if each.isprintable() else " " for each in value)
 
 
 def _explained(error: str, value: Any) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import re
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, Protocol
@@ -25,16 +27,19 @@ from skippipe.runtime.messages import (
     ControlMessage,
     Hello,
     PeerUpdate,
+    RelayGrant,
     RequestCallback,
     Stop,
     Welcome,
     from_json,
     to_json,
 )
+from skippipe.runtime.relay_pool import RELAY_SILENT_S, RelayInfo, RelayPool
 from skippipe.transport.addresses import join_address, split_address
-from skippipe.transport.callbacks import TOKEN_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
+from skippipe.transport.relay import CALLEE, CALLER
+from skippipe.transport.token_gate import TOKEN_BYTES, token_of
 
 log = logging.getLogger(__name__)
 CLOSE_LINGER_S = 1.0  # for the last messages to leave
@@ -70,6 +75,8 @@ class Listener:
     """Called with a node that can be reached at the address that it has announced."""
     on_out_only: Callable[[str, str], None] = lambda name, address: None
     """Called with a node that cannot be reached, and with the address that it has announced."""
+    on_relay: Callable[[str, RelayInfo | None], None] = lambda name, info: None
+    """Called with a relay that has come, and what it may carry, or that is gone (None)."""
     fence: Fence = field(default_factory=lambda: Fence(int(time.time())))
     """Keeps stale messages out. Where nothing tells how many coordinators there were, a clock is a good guess."""
     addresses: dict[str, str] = field(init=False, default_factory=dict)
@@ -86,6 +93,9 @@ class Listener:
     """Node → the secret of the streams that it opens, if it cannot be reached."""
     _calls: dict[str, tuple[float, list[Message]]] = field(init=False, default_factory=dict)
     """Node that has not been reached yet → until when it is called, and what was sent to it meanwhile."""
+    relay_names: frozenset[str] = field(init=False, default=frozenset())
+    """Members that may join as relays."""
+    _pool: RelayPool = field(init=False, default_factory=RelayPool)
 
     def __post_init__(self) -> None:
         for name in self.names:
@@ -110,9 +120,14 @@ class Listener:
                 self.send(other, PeerUpdate(self.peer_addresses([name])))
 
     def apart_from(self, name: str) -> list[str]:
-        """Connected nodes that a node cannot call, and that cannot call it."""
+        """Connected nodes that a node cannot call, and that cannot call it; none while there is a relay."""
         others = [other for other, address in self.addresses.items() if other != name and address == OUT_ONLY]
-        return others if self.addresses.get(name) == OUT_ONLY else []
+        return others if self.addresses.get(name) == OUT_ONLY and not self.relays else []
+
+    @property
+    def relays(self) -> Mapping[str, RelayInfo]:
+        """Relays that are there."""
+        return self._pool.relays
 
     def is_called(self, name: str) -> bool:
         """Is it still being found out whether a node can be reached?"""
@@ -164,9 +179,13 @@ class Listener:
         except UserError as error:
             self.malformed[name] += 1
             if self.malformed[name] == 1:
-                self.on_malformed(name, str(error))
+                (_warn if name in self.relay_names else self.on_malformed)(name, str(error))
             return None
         if self.fence.accepts(name, stamp, hello=isinstance(control, Hello)):
+            if name in self.relay_names or (isinstance(control, Hello) and control.relay):
+                if isinstance(control, Hello):
+                    self._heard_relay(name, control)
+                return None
             if isinstance(control, RequestCallback):
                 self._pass_on(name, control)
                 return None
@@ -185,6 +204,10 @@ class Listener:
         stuck, self._stuck = self._stuck, set()
         lost = {each.peer: each.reason for each in self.mailbox.lost()}
         connected = self.mailbox.connected
+        for name in self.relay_names & lost.keys():
+            self.lose_relay(name, f"its connection: {lost.pop(name)}")
+        for name in self._pool.silent(time.monotonic()):
+            self.lose_relay(name, f"no word for {RELAY_SILENT_S:g} s")
         for name, (until, _) in list(self._calls.items()):
             if name in connected:
                 del self._calls[name]
@@ -192,7 +215,32 @@ class Listener:
             elif (time.monotonic() >= until or lost.get(name) in NOT_THE_NODE) and self._await_calls(name):
                 lost.pop(name, None)
         found = [(name, f"its connection: {reason}") for name, reason in lost.items()]
-        return [*found, *((name, "it does not take messages") for name in sorted(stuck))]
+        return [*found, *((name, "it does not take messages") for name in sorted(stuck - self.relay_names))]
+
+    def lose_relay(self, name: str, how: str) -> None:
+        """A relay is gone, or its key was revoked; streams that it has joined are the nodes' affair."""
+        if self._pool.remove(name):
+            self.mailbox.disconnect(name, CLOSE_LINGER_S)
+            log.info("relay '%s' is gone: %s", name, how)
+            self.on_relay(name, None)
+
+    def _heard_relay(self, name: str, hello: Hello) -> None:
+        if name not in self.relays or self._secrets.get(name) != hello.callback:
+            self._secrets[name] = hello.callback
+            with suppress(UserError):  # without a secret it cannot be told anything
+                self._open(name, OUT_ONLY)
+        try:
+            if hello.version != __version__:
+                raise UserError(f"skippipe {hello.version} here, {__version__} at the coordinator: use one version")
+            if name not in self.relay_names:
+                raise UserError(f"'{name}' was invited as a node: start it with 'skippipe node', or invite a relay")
+            info = RelayInfo.of(hello)
+        except UserError as error:
+            self.send(name, Stop(str(error)))
+            return
+        if self._pool.heard(name, info, time.monotonic()):
+            log.info("relay '%s' is at %s", name, info.address)
+            self.on_relay(name, info)
 
     def _await_calls(self, name: str) -> bool:
         """A node cannot be reached where it says it is: from now on it calls, if it can."""
@@ -209,11 +257,18 @@ class Listener:
         return True
 
     def _pass_on(self, name: str, request: RequestCallback) -> None:
-        """A node cannot reach another: have that one call it, if it can be called."""
+        """A node cannot reach another: have that one call it, if it can be called, or both meet at a relay."""
         address = self.addresses.get(name, OUT_ONLY)
-        if request.peer in self.addresses.keys() - {name} and address != OUT_ONLY and request.port:
+        if request.peer not in self.addresses.keys() - {name}:
+            return
+        if address != OUT_ONLY and request.port:
             where = join_address(split_address(address)[0], request.port)
             self.send(request.peer, CallBack(name, where, request.token))
+        elif relay := self._pool.choose(name, request.peer, time.monotonic()):
+            where, secret = self.relays[relay].address, secrets.token_bytes(TOKEN_BYTES)
+            self.send(relay, RelayGrant(name, request.peer, secret.hex()))
+            self.send(name, CallBack(request.peer, where, "", token_of(secret, CALLER).hex()))
+            self.send(request.peer, CallBack(name, where, request.token, token_of(secret, CALLEE).hex()))
 
     def _open(self, name: str, address: str) -> None:
         self._stuck.discard(name)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from itertools import combinations
 from math import isfinite
 from queue import Empty, SimpleQueue
 
@@ -40,7 +41,7 @@ from skippipe.serving.scheduler import (
 )
 from skippipe.serving.step_protocol import step_messages
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.mailbox import Mailbox, Security
+from skippipe.transport.mailbox import OUT_ONLY, Mailbox, Security
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class GatewayThread:
             node_config.stage_of,
             publics,
             host=self,
-            on_out_only=self._avoid_links,
+            on_out_only=lambda name, _: self._avoid_links(name),
+            on_relay=lambda *_: self._relays_changed(),
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
@@ -201,10 +203,19 @@ class GatewayThread:
     def joined(self, name: str) -> None:
         """Does nothing: a node takes no steps before it has its weights."""
 
-    def _avoid_links(self, name: str, _address: str) -> None:
-        """A node cannot be called, and so cannot meet others of its kind."""
+    def _avoid_links(self, name: str) -> None:
+        """If a node cannot be called, it cannot meet others of its kind without a relay."""
         for other in self._rendezvous.apart_from(name):
             self._scheduler.link_broken(self._node_config.number[name], self._node_config.number[other])
+
+    def _relays_changed(self) -> None:
+        number = self._node_config.number
+        out_only = [name for name, address in self._rendezvous.addresses.items() if address == OUT_ONLY]
+        for name in out_only:
+            self._avoid_links(name)
+        if self._rendezvous.relays:
+            for a, b in combinations(out_only, 2):
+                self._scheduler.link_mended(number[a], number[b])
 
     def lost(self, name: str, how: str) -> None:
         self._events["lost_nodes"] += 1
@@ -219,6 +230,7 @@ class GatewayThread:
         match control:
             case Ready():
                 self._scheduler.node_joined(node, self._node_config.stage_of[name])
+                self._avoid_links(name)
                 self._callback.node_ready(name, self._node_config.stage_of[name])
             case Sampled():
                 self._sampled(node, control)

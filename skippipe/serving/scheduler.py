@@ -252,6 +252,11 @@ class Scheduler:
             self._abandon(route)
         self._schedule()
 
+    def link_mended(self, a: int, b: int) -> None:
+        """Two nodes can reach each other again."""
+        self._broken_links.discard(frozenset((a, b)))
+        self._schedule()
+
     def sampled(self, number: int, tokens: Sequence[int], node: int, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """A node reports the tokens of a step, one for every row; ValueError if its report cannot be true."""
         step = self._steps.get(number)

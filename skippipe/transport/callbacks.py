@@ -8,19 +8,21 @@ links are the same as on a direct connection, only another side has dialled.
              joined to a stream from the peer. It waits CALL_S for one, then ZeroMQ tries again
     callee   dials, shows a token, and waits; a stream that is taken into use is joined to a port of its own mailbox
 
-A stream begins with MAGIC and a token of the callee, an ACCEPTED of the caller, and the port at which the callee's
-mailbox listens (0: the one for messages; others only for its fast paths) when it is taken into use. Tokens are made
-known under CURVE before, to one peer, and are good once: an eavesdropper who reads one comes too late. With a stream of
-its own it would gain nothing but to disturb, for what travels there is encrypted end to end.
+A stream begins with a token of the callee (see `token_gate`), an ACCEPTED of the caller, and the port at which the
+callee's mailbox listens (0: the one for messages; others only for its fast paths) when it is taken into use. Whoever
+had a stream of its own by a stolen token would gain nothing but to disturb, for what travels there is encrypted end to
+end.
 
 The caller takes streams at a port of its own, from the first time that it needs one. Between nodes a third party passes
 the token on, and the port. A node that is to be called by its coordinator, of which it knows the address alone, tries
 the ports that go with it (`callback_ports`).
+
+Two nodes that both only call out meet at a relay (see `relay`): both dial it, and from there on it is as if the callee
+had dialled the caller.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import secrets
 import selectors
@@ -36,27 +38,25 @@ from itertools import count
 from skippipe.errors import UserError
 from skippipe.transport.addresses import callback_ports, join_address, split_address
 from skippipe.transport.streams import StreamLoop, dial, set_options
+from skippipe.transport.token_gate import (
+    BACKLOG,
+    MAGIC,
+    PREFACE,
+    TOKEN_BYTES,
+    TokenGate,
+    listen_at,
+    token_of,
+)
 
-MAGIC = b"SKPC"
-TOKEN_BYTES = 32
-PREFACE = struct.Struct(f"<4s{TOKEN_BYTES}s")
 PORT = struct.Struct("<H")
 ACCEPTED = b"\x01"
-PREFACE_S = 5.0  # for the first bytes of a stream
 CALL_S = 10.0  # for a stream from the peer, and for its use
 REQUEST_AGAIN_S = 1.0  # from one request for a stream to the next
 PARK_AGAIN_S = (0.05, 2.0)  # before a node dials again: at first, and at most
 AHEAD = 16  # tokens of a series that are known in advance
-MOST_STRANGERS = 64  # streams whose token is not known (yet), and those that have not shown any
-BACKLOG = 128
 
 Place = tuple[str, int]
 log = logging.getLogger(__name__)
-
-
-def token_of(secret: bytes, index: int) -> bytes:
-    """Token of a series; one alone does not tell the others."""
-    return hashlib.sha256(b"skippipe, a stream" + secret + index.to_bytes(8, "little")).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,9 @@ class Callbacks:
         self._ports: dict[str, dict[int, socket.socket]] = defaultdict(dict)
         """Peer → port there → the listener on loopback for it."""
         # the rest belongs to the loop's thread
-        self._expected: dict[bytes, tuple[str, int]] = {}
-        """Token → the peer that shows it, and its number in a series; −1: it is not of one."""
+        self._gate: TokenGate[tuple[str, int]] = TokenGate(self._loop, self._admit)
+        """A token is for the peer that shows it; with its number in a series, −1: it is not of one."""
         self._series: dict[str, bytes] = {}
-        self._strangers: dict[bytes, socket.socket] = {}
-        self._unread: set[socket.socket] = set()
         self._idle: dict[str, list[socket.socket]] = defaultdict(list)
         self._waiting: dict[str, deque[tuple[socket.socket, int]]] = defaultdict(deque)
         """Peer → ZeroMQ's connections that wait for a stream, and the port that they are for."""
@@ -99,20 +97,13 @@ class Callbacks:
     def listen(self, address: str) -> None:
         """Take streams at a port that goes with this address, the mailbox's own; or at any, for peers who are told."""
         host, port = split_address(address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        both = host == "::" and socket.has_dualstack_ipv6()
-        for each in (*callback_ports(port), 0):
-            with suppress(OSError):
-                listening = socket.create_server((host, each), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-                break
-        else:
+        try:
+            listening = listen_at(host, (*callback_ports(port), 0))
+        except OSError:
             log.error("%s: no port is free for nodes that only call out; they cannot be reached from here", host)
             return
-        listening.setblocking(False)
         self._port = int(listening.getsockname()[1])
-        self._loop.call(
-            lambda: self._loop.watch(listening, selectors.EVENT_READ, lambda: self._accept(listening, self._greet))
-        )
+        self._loop.call(lambda: self._gate.open(listening))
 
     def place_of(self, peer: str, port: int) -> Place:
         """Where to connect to, instead of a port of the peer; of others than 0 only the last one asked for stays."""
@@ -159,7 +150,7 @@ class Callbacks:
             self._forget_tokens(peer)
             self._series[peer] = secret
             for index in range(AHEAD):
-                self._expect(peer, token_of(secret, index), index)
+                self._gate.expect(token_of(secret, index), (peer, index))
 
         self._loop.call(begin)
 
@@ -198,7 +189,16 @@ class Callbacks:
 
     def answer(self, addresses: Sequence[str], token: bytes) -> None:
         """Dial, once, for a peer that has asked for it."""
-        self._dial(addresses, token, lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S))
+        self._dial(addresses, [token], lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S))
+
+    def meet(self, addresses: Sequence[str], token: bytes, callback: bytes | None) -> None:
+        """Dial a relay, once, that a peer dials as well: for a peer that has asked for it, whose token for callbacks is
+        given; or for this one's own request."""
+        if callback is None:
+            self._dial(addresses, [token], lambda stream: self._gate.greet(stream, known=True))
+        else:
+            tokens = [token, callback]
+            self._dial(addresses, tokens, lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S))
 
     def close(self, linger_s: float) -> None:
         self._loop.close(linger_s)
@@ -214,60 +214,10 @@ class Callbacks:
     def _forget(self, listening: socket.socket) -> None:
         self._loop.call(lambda: self._loop.drop(listening))
 
-    def _greet(self, stream: socket.socket) -> None:
-        """Find out what a new stream is."""
-        if len(self._unread) >= MOST_STRANGERS:
-            self._loop.drop(self._unread.pop())
-        self._unread.add(stream)
-        self._loop.after(PREFACE_S, lambda: self._give_up(stream))
-        came = bytearray()
-        self._loop.watch(stream, selectors.EVENT_READ, lambda: self._read_preface(stream, came))
-
-    def _give_up(self, stream: socket.socket) -> None:
-        if stream in self._unread:
-            self._unread.discard(stream)
-            self._loop.drop(stream)
-
-    def _read_preface(self, stream: socket.socket, came: bytearray) -> None:
-        try:
-            piece = stream.recv(PREFACE.size - len(came))
-        except (BlockingIOError, InterruptedError):
-            return
-        except OSError:
-            piece = b""
-        came += piece
-        if not piece or not MAGIC.startswith(bytes(came[: len(MAGIC)])):
-            self._give_up(stream)
-        elif len(came) == PREFACE.size:
-            self._unread.discard(stream)
-            self._loop.watch(stream, 0, _nothing)
-            self._show(stream, bytes(came[len(MAGIC) :]))
-
-    def _show(self, stream: socket.socket, token: bytes) -> None:
-        """A stream shows a token: it is expected, or may be in a moment, for that comes over another connection."""
-        if token in self._expected:
-            self._admit(stream, token)
-        elif token in self._strangers or len(self._strangers) >= MOST_STRANGERS:
-            self._loop.drop(stream)
-        else:
-            self._strangers[token] = stream
-            self._loop.after(PREFACE_S, lambda: self._forget_stranger(token, stream))
-
-    def _forget_stranger(self, token: bytes, stream: socket.socket) -> None:
-        if self._strangers.get(token) is stream:
-            del self._strangers[token]
-            self._loop.drop(stream)
-
-    def _expect(self, peer: str, token: bytes, index: int = -1) -> None:
-        self._expected[token] = peer, index
-        stream = self._strangers.pop(token, None)
-        if stream is not None:
-            self._admit(stream, token)
-
-    def _admit(self, stream: socket.socket, token: bytes) -> None:
-        peer, index = self._expected.pop(token)
+    def _admit(self, stream: socket.socket, meaning: tuple[str, int]) -> None:
+        peer, index = meaning
         if index >= 0:
-            self._expect(peer, token_of(self._series[peer], index + AHEAD), index + AHEAD)
+            self._gate.expect(token_of(self._series[peer], index + AHEAD), (peer, index + AHEAD))
         try:
             stream.send(ACCEPTED)
         except OSError:
@@ -300,8 +250,8 @@ class Callbacks:
         if (stream, port) not in self._waiting[peer]:
             return
         token = secrets.token_bytes(TOKEN_BYTES)
-        self._expect(peer, token)
-        self._loop.after(CALL_S, lambda: self._expected.pop(token, None))
+        self._gate.expect(token, (peer, -1))
+        self._loop.after(CALL_S, lambda: self._gate.expected.pop(token, None))
         self._requests.append(CallRequest(peer, token.hex(), self._port))
         self._wake()
         self._loop.after(REQUEST_AGAIN_S, lambda: self._request(peer, stream, port))
@@ -320,24 +270,24 @@ class Callbacks:
 
     def _forget_tokens(self, peer: str) -> None:
         self._series.pop(peer, None)
-        for token in [token for token, (whose, _) in self._expected.items() if whose == peer]:
-            del self._expected[token]
+        for token in [token for token, (whose, _) in self._gate.expected.items() if whose == peer]:
+            del self._gate.expected[token]
 
     # In the loop's thread: the callee
 
     def _dial(
         self,
         addresses: Sequence[str],
-        token: bytes,
+        tokens: Sequence[bytes],
         then: Callable[[socket.socket], None],
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        """Dial and show the token, in a thread of its own: to look up a name blocks."""
+        """Dial and show a token, or one after another, in a thread of its own: to look up a name blocks."""
 
         def run() -> None:
             try:
                 stream = dial(addresses)
-                stream.send(PREFACE.pack(MAGIC, token))
+                stream.send(b"".join(PREFACE.pack(MAGIC, token) for token in tokens))
             except (OSError, UserError) as error:
                 log.debug("no callback to %s: %s", ", ".join(addresses), error)
                 self._loop.call(failed)
@@ -374,7 +324,7 @@ class Callbacks:
             self._await(stream, on_accepted, over)
 
         if number == self._parking:
-            self._dial(addresses[:1], token_of(secret, index), dialled, lambda: again(index, wait_s))
+            self._dial(addresses[:1], [token_of(secret, index)], dialled, lambda: again(index, wait_s))
 
     def _await(
         self,

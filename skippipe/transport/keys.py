@@ -164,6 +164,8 @@ class PeerList:
     """host:port of the coordinator, for invitations."""
     invitations: tuple[IssuedInvitation, ...] = ()
     revoked: tuple[RevokedKey, ...] = ()
+    relays: tuple[str, ...] = ()
+    """Names, of those who were invited or admitted, that are relays and no nodes."""
 
     def __post_init__(self) -> None:
         first: dict[str, str] = {}
@@ -177,8 +179,9 @@ class PeerList:
                 raise UserError(f"peers.{name}: this key was revoked, and cannot come back; invite the node anew")
 
     def expected(self, now_s: float) -> list[str]:
-        """Names that have a key or an open invitation."""
-        return list(dict.fromkeys([*self.peers, *(each.name for each in self.invitations if each.is_open(now_s))]))
+        """Names of nodes that have a key or an open invitation."""
+        found = dict.fromkeys([*self.peers, *(each.name for each in self.invitations if each.is_open(now_s))])
+        return [name for name in found if name not in self.relays]
 
     def to_json(self) -> dict[str, Any]:
         more = {
@@ -186,6 +189,7 @@ class PeerList:
             "addresses": list(self.addresses),
             "invitations": [asdict(each) for each in self.invitations],
             "revoked": [asdict(each) for each in self.revoked],
+            **({"relays": list(self.relays)} if self.relays else {}),
         }
         used = any(more.values())
         return {
@@ -213,6 +217,7 @@ class PeerList:
             texts(fields, "addresses"),
             tuple(map(IssuedInvitation.from_fields, fields.objects("invitations"))),
             tuple(map(RevokedKey.from_fields, fields.objects("revoked"))),
+            texts(fields, "relays") if fields.mentions("relays") else (),
         )
         fields.close()
         return known

@@ -207,6 +207,11 @@ class Mailbox:
         """Call back a peer that has requested it."""
         self._get_callbacks().answer(addresses, bytes.fromhex(token))
 
+    def meet(self, addresses: Sequence[str], token: str, callback: str) -> None:
+        """Meet a peer at a relay: one that has requested a callback with this token, or that this mailbox has requested
+        one of (empty)."""
+        self._get_callbacks().meet(addresses, bytes.fromhex(token), bytes.fromhex(callback) if callback else None)
+
     def watch(self, peers: Collection[str], heartbeat_s: float) -> None:
         """From now on `silent` tells which of the links to these peers are cut, as far as there are connections."""
         for peer, outgoing in self._outgoing.items():

@@ -56,6 +56,8 @@ class MemberRow:
     """When the coordinator last heard of it; 0: never."""
     expires_s: int = 0
     """Of an invitation."""
+    relay: bool = False
+    """It is a relay, no node."""
 
 
 class MemberStore:
@@ -116,8 +118,10 @@ class MemberStore:
 
     # What changes the list
 
-    def invite(self, name: str, coordinator: str, lasting_s: float, addresses: tuple[str, ...] = ()) -> Invitation:
-        """A new invitation; one that was open for the same name holds no more."""
+    def invite(
+        self, name: str, coordinator: str, lasting_s: float, addresses: tuple[str, ...] = (), *, relay: bool = False
+    ) -> Invitation:
+        """A new invitation, of a node or of a relay; one that was open for the same name holds no more."""
         check_name(name, "--name")
         now_s = int(self._clock())
         made: list[Invitation] = []
@@ -134,7 +138,8 @@ class MemberStore:
             made[:] = [Invitation(name, coordinator, where, now_s + round(lasting_s))]
             issued = IssuedInvitation(name, made[0].keys.public, now_s, made[0].expires_s)
             others = _ended(known.invitations, now_s, lambda each: each.name == name)
-            return replace(known, addresses=where, invitations=(*others, issued))
+            relays = (*(each for each in known.relays if each != name), *([name] if relay else []))
+            return replace(known, addresses=where, invitations=(*others, issued), relays=relays)
 
         self.change(work)
         return made[0]
@@ -173,7 +178,7 @@ class MemberStore:
         def work(known: PeerList) -> PeerList:
             invited = any(each.name == name and each.is_open(now_s) for each in known.invitations)
             if name not in known.peers and not invited:
-                names = ", ".join(known.expected(now_s)) or "nobody"
+                names = ", ".join([*known.expected(now_s), *known.relays]) or "nobody"
                 raise UserError(f"'{name}': is neither a member nor invited; there are: {names}")
             gone = known.peers.get(name)
             since_s = known.since_s.get(name, 0)
@@ -183,6 +188,7 @@ class MemberStore:
                 since_s={each: when for each, when in known.since_s.items() if each != name},
                 invitations=tuple(_ended(known.invitations, now_s, lambda each: each.name == name)),
                 revoked=(*known.revoked, *([RevokedKey(name, gone, since_s, now_s)] if gone else [])),
+                relays=tuple(each for each in known.relays if each != name),
             )
 
         return self.change(work)
@@ -214,7 +220,7 @@ class MemberStore:
         """Everybody, members first; of invitations those that are not used, of each name the last."""
         known, seen, now_s = self.load(), self.read_seen(), self._clock()
         rows = [
-            MemberRow(name, "member", public, known.since_s.get(name, 0), seen.get(name, 0))
+            MemberRow(name, "member", public, known.since_s.get(name, 0), seen.get(name, 0), relay=name in known.relays)
             for name, public in known.peers.items()
         ]
         unused = {each.name: each for each in known.invitations if not each.ended and each.name not in known.peers}
@@ -224,6 +230,7 @@ class MemberStore:
                 "invited" if each.is_open(now_s) else "expired",
                 since_s=each.made_s,
                 expires_s=each.expires_s,
+                relay=each.name in known.relays,
             )
             for each in unused.values()
         ]

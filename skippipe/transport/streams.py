@@ -1,8 +1,8 @@
 """TCP streams that one thread joins in pairs: what one end sends, the other gets, byte for byte.
 
-Nothing here knows what the bytes mean. Each direction has one buffer; while it is full, nothing more is read, so a slow
-receiver slows its sender down as if they were connected directly. All sockets are non-blocking, and all callbacks run
-in the loop's thread; only `call` and `close` are for other threads.
+Nothing here knows what the bytes mean. A direction that carries something has one buffer; until it is empty, nothing
+more is read, so a slow receiver slows its sender down as if they were connected directly. All sockets are non-blocking,
+and all callbacks run in the loop's thread; only `call` and `close` are for other threads.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TypeAlias
 from skippipe.transport.addresses import CONNECT_S, KEEPALIVE_S, UNANSWERED_S, split_address
 
 BUFFER_BYTES = 2**19
+MOST_SPARE_BUFFERS = 16  # that are kept for the next direction that carries something
 HALF_CLOSED_S = 5.0  # for the other direction, when one has ended
 CLOSE_S = 2.0  # for the thread to end when it was told to
 RACE_S = 0.1  # that an address has before the next one is tried beside it
@@ -98,6 +99,7 @@ class StreamLoop:
         self._timers: list[tuple[float, int, Handler]] = []
         self._numbers = count()
         self._joins: set[Join] = set()
+        self._buffers: list[memoryview] = []
         self._closing_at: float | None = None
         self._closed = False
         self._woken, self._wakes = socket.socketpair()
@@ -168,17 +170,25 @@ class StreamLoop:
         *,
         to_left: bytes = b"",
         to_right: bytes = b"",
-        meter: Meter | None = None,
+        meters: tuple[Meter, Meter] | None = None,
         ended: Handler | None = None,
     ) -> Join:
-        """Join two streams; each first gets the bytes that are given here."""
-        joined = Join(self, left, right, meter, ended or _nothing)
+        """Join two streams; each first gets the bytes that are given here. The meters are told what comes from either
+        side."""
+        joined = Join(self, left, right, meters, ended or _nothing)
         self._joins.add(joined)
         joined.start(to_left, to_right)
         return joined
 
     def ended(self, joined: Join) -> None:
         self._joins.discard(joined)
+
+    def take_buffer(self) -> memoryview:
+        return self._buffers.pop() if self._buffers else memoryview(bytearray(BUFFER_BYTES))
+
+    def put_buffer(self, buffer: memoryview) -> None:
+        if len(self._buffers) < MOST_SPARE_BUFFERS:
+            self._buffers.append(buffer)
 
     def _run(self) -> None:
         try:
@@ -227,9 +237,10 @@ def _nothing() -> None:
 class _Direction:
     """Bytes on their way from one stream to the other."""
 
-    def __init__(self, source: socket.socket, target: socket.socket) -> None:
-        self.source, self.target = source, target
-        self.buffer = memoryview(bytearray(BUFFER_BYTES))
+    def __init__(self, source: socket.socket, target: socket.socket, meter: Meter | None) -> None:
+        self.source, self.target, self.meter = source, target, meter
+        self.buffer: memoryview | None = None
+        """While there is something to send on."""
         self.start = self.end = 0
         self.paused = False
         self.over = False
@@ -239,7 +250,7 @@ class _Direction:
 
     @property
     def pending(self) -> bool:
-        return self.start < self.end
+        return self.buffer is not None
 
     @property
     def reads(self) -> bool:
@@ -250,23 +261,29 @@ class Join:
     """Two streams, joined until both have ended or either breaks."""
 
     def __init__(
-        self, loop: StreamLoop, left: socket.socket, right: socket.socket, meter: Meter | None, ended: Handler
+        self,
+        loop: StreamLoop,
+        left: socket.socket,
+        right: socket.socket,
+        meters: tuple[Meter, Meter] | None,
+        ended: Handler,
     ) -> None:
         self._loop = loop
-        self._meter = meter
         self._ended = ended
         self._closed = False
         self._events: dict[socket.socket, int] = {}
-        there, back = _Direction(left, right), _Direction(right, left)
+        from_left, from_right = meters or (None, None)
+        there, back = _Direction(left, right, from_left), _Direction(right, left, from_right)
         self._ways = (there, back)
         self._from = {left: there, right: back}
         self._to = {right: there, left: back}
 
     def start(self, to_left: bytes, to_right: bytes) -> None:
         for way, first in zip(self._ways, (to_right, to_left), strict=True):
-            way.buffer[: len(first)] = first
-            way.end = len(first)
             if first:
+                way.buffer = self._loop.take_buffer()
+                way.buffer[: len(first)] = first
+                way.start, way.end = 0, len(first)
                 self._guarded(self._send, way)
         self._update()
 
@@ -275,6 +292,8 @@ class Join:
             self._closed = True
             for stream in self._from:
                 self._loop.drop(stream)
+            for way in self._ways:
+                way.buffer = None
             self._loop.ended(self)
             self._ended()
 
@@ -295,19 +314,29 @@ class Join:
             self.close()
 
     def _receive(self, way: _Direction) -> None:
-        size = way.source.recv_into(way.buffer)
+        buffer = self._loop.take_buffer()
+        try:
+            size = way.source.recv_into(buffer)
+        except OSError:
+            self._loop.put_buffer(buffer)
+            raise
         if not size:
+            self._loop.put_buffer(buffer)
             way.over = True
             self._shut(way)
             return
-        way.start, way.end = 0, size
-        if self._meter is not None and (wait_s := self._meter(size)) > 0:
+        way.buffer, way.start, way.end = buffer, 0, size
+        if way.meter is not None and (wait_s := way.meter(size)) > 0:
             way.paused = True
             self._loop.after(wait_s, lambda: self._resume(way))
         self._send(way)
 
     def _send(self, way: _Direction) -> None:
+        assert way.buffer is not None
         way.start += way.target.send(way.buffer[way.start : way.end])
+        if way.start == way.end:
+            self._loop.put_buffer(way.buffer)
+            way.buffer = None
 
     def _shut(self, way: _Direction) -> None:
         way.shut = True

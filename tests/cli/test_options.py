@@ -151,6 +151,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "score": ("skippipe.lm_harness.tasks.write_tasks",),
     "serve": ("skippipe.serving.launcher.ServeApp",),
     "node": ("skippipe.runtime.node.agent.NodeAgent", "skippipe.runtime.doctor.check_at_join"),
+    "relay": ("skippipe.transport.relay.Relay", "skippipe.runtime.relay.RelayAgent"),
     "doctor": ("skippipe.runtime.doctor.examine",),
     "study run": ("skippipe.study.runner.run_study",),
     "study report": (
@@ -182,6 +183,8 @@ def answer(part: str, plan: Plan) -> Any:
         "profile_nodes": ProfileResult.of_cluster(preset("regions:3")),
         "dashboard_process": nullcontext(),
         "NodeAgent": SimpleNamespace(run=lambda: ""),
+        "Relay": SimpleNamespace(address="127.0.0.1:7002"),
+        "RelayAgent": SimpleNamespace(run=lambda tell: None),
         "ServeApp": SimpleNamespace(run=lambda: None),
         "listen": nullcontext(SimpleNamespace(getsockname=lambda: ("127.0.0.1", 1))),
         "heal": HEALED,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from itertools import permutations
+from math import inf
 from pathlib import Path
 
 import jsonschema
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from skippipe.cluster import Cluster
+from skippipe.cluster import Cluster, with_relay
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
 from skippipe.presets import PRESETS, data, preset, random_cluster, regions
@@ -151,3 +153,21 @@ def test_homes_are_limited_by_their_lines() -> None:
 def test_presets_that_do_not_exist(text: str) -> None:
     with pytest.raises(UserError):
         preset(text)
+
+
+@given(clusters(), st.data())
+def test_what_goes_through_a_relay_at_once_is_no_more_than_it_carries(cluster: Cluster, drawn: st.DataObject) -> None:
+    """Whatever links send at one time, at their full rate or that of their sender; links to others stay as they are."""
+    among = drawn.draw(st.sets(st.integers(0, len(cluster) - 1)), label="nodes")
+    rate = drawn.draw(st.floats(1e3, 1e9), label="rate")
+    found, carried = with_relay(cluster, among, rate), 0.0
+    for a, b in permutations(range(len(cluster)), 2):
+        before, after = (float(each.bandwidth_bytes_per_s[a, b]) for each in (cluster, found))
+        assert after <= before and (after == before or {a, b} <= among)
+    for a in among:
+        out = sum(float(found.bandwidth_bytes_per_s[a, b]) for b in among - {a})
+        carried += min(out, found.nodes[a].upload_bytes_per_s or inf)
+        if any(cluster.bandwidth_bytes_per_s[a, b] for b in set(range(len(cluster))) - among):
+            assert found.nodes[a] == cluster.nodes[a], "its upload is for other links, too"
+    assert len(among) < 2 or carried <= max(rate, len(among)) * (1 + 1e-9)
+    assert with_relay(found, among, rate) == found

@@ -68,6 +68,7 @@ ARGUMENTS = {
     "generate": "model Some --max-tokens 8",
     "serve": "model",
     "node": "--join 127.0.0.1:1 --key keys/a.key",
+    "relay": "--join 127.0.0.1:1 --key keys/a.key",
     "doctor": "keys/a.key --join 127.0.0.1:2",
     "keys": "a,b keys-2",
     "invite": "keys --name d --address 10.0.0.1:5555",
@@ -79,7 +80,13 @@ ARGUMENTS = {
 """Of every command, words without which it does nothing."""
 
 OPTIONS: dict[str, dict[str, str | With]] = {
-    "cluster": {"--output": "c.json", "--overwrite": OVERWRITE, "--json": ""},
+    "cluster": {
+        "--output": "c.json",
+        "--relay": "9",
+        "--relayed": With("belgium-0,canada-0", "--relay 9"),
+        "--overwrite": OVERWRITE,
+        "--json": "",
+    },
     "profile": {
         "--local": "3",
         "--keys": With("keys", without="--local 2"),
@@ -304,8 +311,19 @@ OPTIONS: dict[str, dict[str, str | With]] = {
         "--device": "cuda",
         "--json": "",
     },
-    "keys": {"--output": With("keys-3", without="keys-2")},
-    "invite": {"--name": "e", "--expires": "7d", "--address": "10.0.0.2:5555", "--json": ""},
+    "relay": {
+        "--join": "127.0.0.1:2",
+        "--key": "keys/b.key",
+        "--listen": "127.0.0.1:7001",
+        "--address": "10.0.0.1:7001",
+        "--rate": "9",
+        "--node-rate": "9",
+        "--streams": "9",
+        "--node-streams": "9",
+        "--idle": "9",
+    },
+    "keys": {"--output": With("keys-3", without="keys-2"), "--relays": "hub"},
+    "invite": {"--name": "e", "--expires": "7d", "--address": "10.0.0.2:5555", "--relay": "", "--json": ""},
     "members": {"--json": ""},
     "revoke": {},
     "study run": {"--output": "r.jsonl", "--device": "cuda", "--compiled": "", "--models": "models"},
@@ -326,6 +344,7 @@ REFUSED = {
     "sweep five-sites:5 --nats 0,0.1 --stages 3,4": "--stages: ",
     "plan five-sites:5 --nats 0,0.1": "--nats: 2 numbers",
     "plan five-sites:5 --prices prices.toml": "--prices: would have no effect",
+    "cluster five-sites:5 --relayed a": "--relayed: goes with --relay",
     "simulate plan.json --draws 3": "--draws: goes with --jitter",
     "simulate plan.json --seed 3": "--seed: goes with --jitter",
     "why plan.json --changes 0 --no-replanning": "--no-replanning: ",

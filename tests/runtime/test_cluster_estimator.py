@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from itertools import permutations
+from math import inf
 
 import pytest
 
+from skippipe.cluster import with_relay
 from skippipe.constraints import lanes_through
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.cluster_estimator import FIRST_DOWN_NS, ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
-from skippipe.runtime.messages import Averaged
+from skippipe.runtime.messages import Averaged, Begin, LinkDown, Ready
+from skippipe.runtime.relay_pool import RelayInfo
 from skippipe.runtime.simulation.fault_injection import Fault, slow_link, slow_node
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from tests.helpers.plans import wide_plan
@@ -135,10 +138,11 @@ def test_rates_of_a_node_follow_what_all_its_links_have_in_common(
 # Nodes that cannot be called
 
 
-def out_only(plan: Plan, *nodes: int) -> CoordinatorHarness:
+def out_only(plan: Plan, *nodes: int, may_relay: bool = False) -> CoordinatorHarness:
     """All nodes have joined; some cannot be called."""
     env = RecordingEnv()
     harness = CoordinatorHarness(new_coordinator(env, 2, plan, recovery=AT_ONCE), env)
+    harness.coordinator.membership.may_relay = may_relay
     for node in sorted(plan.stage_of):
         if node in nodes:
             harness.coordinator.on_reach(node, "")
@@ -161,3 +165,45 @@ def test_nodes_that_cannot_meet_are_kept_apart_or_named() -> None:
     harness = out_only(plan, 0, 1, 2, 3)
     assert is_now(harness.coordinator, CoordinatorState.FAILED)
     assert harness.coordinator.failure.startswith("nodes 'n0' and 'n1' can only call out, so they cannot reach each")
+
+
+def test_nodes_that_only_call_out_wait_for_a_relay_and_for_its_return() -> None:
+    """Nobody is evicted when it is gone: the iteration begins again when it is back, and the plan stays as it is."""
+    plan = plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    harness = out_only(plan, 0, 1, 2, 3, may_relay=True)
+    coordinator, unlimited = harness.coordinator, RelayInfo("10.0.0.1:5560", inf, inf, 0)
+    assert is_now(coordinator, CoordinatorState.JOINING) and harness.env.event_kinds()[-1] == "paused"
+    coordinator.on_relay("hub", unlimited)
+    assert is_now(coordinator, CoordinatorState.PREPARING) and coordinator.plan.lanes == plan.lanes
+    for node in range(4):
+        harness.send(node, Ready())
+    harness.iterate()
+    coordinator.on_relay("hub", None)
+    harness.env.new_messages()
+    harness.send(0, LinkDown(2, 1)).send(2, LinkDown(0, 1)).send(2, LinkDown(3, 1))
+    assert is_now(coordinator, CoordinatorState.PAUSED) and not harness.env.logged("disconnect")
+    coordinator.on_relay("hub", unlimited)
+    harness.wait(6)
+    assert is_now(coordinator, CoordinatorState.TRAINING), harness.env.events
+    assert any(isinstance(each, Begin) for each in harness.env.new_messages()[0])
+    assert {lane.path for lane in coordinator.plan.lanes} == {lane.path for lane in plan.lanes}
+    harness.iterate()
+    assert coordinator.failure == "" and not harness.env.logged("disconnect")
+
+
+def test_a_relay_that_never_comes_is_named() -> None:
+    harness = out_only(plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3))), 0, 1, 2, 3, may_relay=True)
+    harness.wait(601)
+    assert harness.coordinator.failure == "waited 600 s for a relay to join"
+
+
+def test_plans_count_on_what_a_relay_carries() -> None:
+    plan = wide_plan()
+    nodes = range(len(plan.cluster))
+    rates = {"hub": RelayInfo("10.0.0.1:5560", 1e4, inf, 0), "spare": RelayInfo("10.0.0.2:5560", 2e4, inf, 0)}
+    estimator = ClusterEstimator(plan, plan.cluster, 0, set(nodes), rates)
+    found = estimator.cluster(0, speeds=False)
+    assert found == with_relay(plan.cluster, nodes, 3e4) != plan.cluster
+    assert ClusterEstimator(replace(plan, cluster=found), found, 0, set(nodes), rates).cluster(0, speeds=False) is None
+    rates["hub"] = RelayInfo("10.0.0.1:5560", inf, inf, 0)
+    assert estimator.cluster(0, speeds=False) is None

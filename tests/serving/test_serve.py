@@ -403,9 +403,10 @@ class Joining:
 
     def __init__(self, folder: Path, place: Path) -> None:
         self.folder, self.place = folder, place
-        own, pairs = KeyPair.new(), {name: KeyPair.new() for name in ("ann", "bob", "cem")}
+        own, pairs = KeyPair.new(), {name: KeyPair.new() for name in ("ann", "bob", "cem", "hub")}
         KeyFile("coordinator", own).save(place / "keys" / "coordinator.key")
-        PeerList({name: pair.public for name, pair in pairs.items()}).save(place / "keys" / "peers.json")
+        peers = PeerList({name: pair.public for name, pair in pairs.items()}, relays=("hub",))
+        peers.save(place / "keys" / "peers.json")
         for name, pair in pairs.items():
             KeyFile(name, pair, own.public).save(place / f"{name}.key")
         self.at = f"127.0.0.1:{free_port('127.0.0.1')}"
@@ -415,6 +416,10 @@ class Joining:
 
     def start(self, name: str, *options: object) -> None:
         self.nodes[name] = Command("node", "--join", self.at, "--key", self.place / f"{name}.key", *options)
+
+    def start_relay(self) -> None:
+        options = ("--join", self.at, "--key", self.place / "hub.key", "--listen", "127.0.0.1:0")
+        self.nodes["hub"] = Command("relay", *options)
 
     def kill(self, name: str) -> None:
         self.nodes[name].end(signal.SIGKILL)
@@ -431,6 +436,19 @@ def joining(folder: Path, tmp_path: Path) -> Iterator[Joining]:
         yield running
     finally:
         running.end()
+
+
+@pytest.mark.slow
+def test_all_only_call_out_and_meet_at_a_relay(joining: Joining, theirs: Theirs) -> None:
+    for name in ("ann", "bob", "cem"):
+        joining.start(name, "--listen", "none")
+    joining.start_relay()
+    prompt = theirs.prompt_for(LONG)
+    with client(joining.server) as ask:
+        wait_for(lambda: health(joining.server) == {"status": "ok", **WHOLE})
+        answer = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0)
+        assert answer.choices[0].text == theirs.text(prompt, 40)
+        assert answer.model_extra == {"skippipe": WHOLE}
 
 
 def test_stages_that_nobody_holds_are_left_out_down_to_the_floor(

@@ -133,6 +133,41 @@ def test_nodes_that_only_call_out(
     assert place.losses("calling") == pytest.approx(place.losses("called"), rel=1e-5)
 
 
+@pytest.mark.slow
+def test_nodes_that_only_call_out_meet_at_a_relay(
+    place: Place, skippipe: Command, many: Callable[..., list[BaseProcess]], tmp_path: Path
+) -> None:
+    """No node can be called. The relay is killed in the middle of the run, and comes back: nobody is lost, and losses
+    are those of a run in which all can be called, so nothing was lost or done twice."""
+    keys, iterations = tmp_path / "keys", 40
+    assert skippipe("keys", f"regions:{NODES}", keys, "--relays", "hub").code == 0
+    names = [each for each in PeerList.load(keys / "peers.json").peers if each != "hub"]
+    hub = f"127.0.0.1:{free_port('127.0.0.1')}"
+    for name, listen in (("directly", []), ("relayed", ["--listen", "none"])):
+        port = free_port("127.0.0.1")
+        at = ["--join", f"127.0.0.1:{port}"]
+        job = place.joining(name, port, keys / "peers.json", keys / "coordinator.key")
+        job.write_text(job.read_text().replace("iterations = 2", f"iterations = {iterations}"))
+        nodes = [["node", *at, "--key", keys / f"{each}.key", *listen] for each in names]
+        processes = many(["train", job], *nodes)[-1 - NODES :]
+        if listen:
+            relaying = ["relay", *at, "--key", keys / "hub.key", "--listen", hub]
+            first = many(relaying)[-1]
+            wait_for(lambda: place.has_trained("relayed", 5))
+            first.kill()
+            first.join(RUN_END_S)
+            second = many(relaying)[-1]
+        for process in processes:
+            process.join(RUN_END_S)
+        said = (tmp_path / f"{(1 + NODES) * bool(listen)}.log").read_text()
+        assert [process.exitcode for process in processes] == [0] * (1 + NODES), said
+    assert said.count("cannot be called: it calls the others") == NODES and "waiting for a relay" in said, said
+    assert "gone: relay 'hub'" in said and not re.search(r"  gone: (?!relay)", said), said
+    assert len(place.losses("relayed")) == iterations
+    assert place.losses("relayed") == pytest.approx(place.losses("directly"), rel=1e-5)
+    assert second.is_alive(), "it waits for the next run"
+
+
 def test_nodes_are_invited_and_one_is_revoked_while_training(
     place: Place, skippipe: Command, many: Callable[..., list[BaseProcess]], tmp_path: Path
 ) -> None:

@@ -182,6 +182,21 @@ def test_addresses_of_both_kinds_are_tried_and_the_one_that_answers_comes_first(
         assert "from ::1" in door.event().text
 
 
+def test_a_relay_is_a_member_and_no_node(tmp_path: Path) -> None:
+    store, keys = MemberStore.of_folder(tmp_path), [KeyPair.new().public for _ in range(3)]
+    for name, relay, public in (("ann", False, keys[0]), ("hub", True, keys[1])):
+        invitation = store.invite(name, keys[2], 60.0, ("10.0.0.1:5555",), relay=relay)
+        assert store.admit(invitation.keys.public, public) == name
+    store.invite("other", keys[2], 60.0, relay=True)
+    assert store.load().expected(0.0) == ["ann"] and store.load().relays == ("hub", "other")
+    assert [(row.name, row.state, row.relay) for row in store.rows()] == [
+        *(("ann", "member", False), ("hub", "member", True), ("other", "invited", True))
+    ]
+    store.invite("other", keys[2], 60.0)
+    store.revoke("hub")
+    assert store.load().expected(0.0) == ["ann", "other"] and store.load().relays == ()
+
+
 def test_two_who_come_at_once_with_one_invitation(door: Door) -> None:
     """The file decides, not the process: whoever is second has the lock second."""
     invitation = door.invite()

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from skippipe.transport import callbacks
+from skippipe.transport import callbacks, token_gate
 from skippipe.transport.addresses import callback_ports, split_address
-from skippipe.transport.callbacks import MAGIC, PREFACE, token_of
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox, QueueFull
+from skippipe.transport.token_gate import MAGIC, PREFACE, token_of
 from tests.helpers.mailboxes import HELLO, PATIENCE_S, Net, link, network, number_of, numbered
 from tests.helpers.relay import Wire
 
@@ -132,7 +132,7 @@ def test_what_is_queued_leaves_before_the_end(net: Net) -> None:
 def test_strangers_get_nowhere(net: Net, monkeypatch: pytest.MonkeyPatch, shown: str) -> None:
     """A stream that shows no good token is closed within PREFACE_S; one that shows a good one, and then says what it
     has no business to say, too."""
-    monkeypatch.setattr(callbacks, "PREFACE_S", 0.3)
+    monkeypatch.setattr(token_gate, "PREFACE_S", 0.3)
     secret = secrets.token_bytes(32)
     a, b = parked(net, secret)
     net.until(lambda: a.connected)
@@ -184,7 +184,7 @@ def test_only_ports_of_the_mailbox_are_called(net: Net) -> None:
 
 def test_revoked_at_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """The streams of a peer that is forbidden are closed, and its tokens are good no more."""
-    monkeypatch.setattr(callbacks, "PREFACE_S", 0.3)
+    monkeypatch.setattr(token_gate, "PREFACE_S", 0.3)
     secret = secrets.token_bytes(32)
     a, _ = parked(net, secret)
     net.until(lambda: a.connected)

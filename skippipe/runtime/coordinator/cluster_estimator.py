@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from itertools import combinations
+from math import isinf
 
 import numpy as np
 
-from skippipe.cluster import Cluster, Node
+from skippipe.cluster import Cluster, Node, with_relay
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.membership import LinkReports
 from skippipe.runtime.messages import Averaged
+from skippipe.runtime.relay_pool import RelayInfo
 
 FIRST_DOWN_NS = 60 * 10**9
 NEWEST_WEIGHT = 0.5  # of the newest iteration in the running mean
@@ -26,10 +28,18 @@ NEWEST_WEIGHT = 0.5  # of the newest iteration in the running mean
 class ClusterEstimator:
     """Measured speeds of nodes and links against the plan, and links that are down."""
 
-    def __init__(self, plan: Plan, full: Cluster, now_ns: int, out_only: Set[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        full: Cluster,
+        now_ns: int,
+        out_only: Set[int] = frozenset(),
+        relays: Mapping[str, RelayInfo] | None = None,
+    ) -> None:
         """`full` is the cluster with all its links; those that the plan does without are down for a while. `out_only`
-        has at any time the nodes that cannot be called: no two of them can meet."""
+        has at any time the nodes that cannot be called: no two of them can meet, unless there are `relays`."""
         self._out_only = out_only
+        self._relays = relays if relays is not None else {}
         self._down: dict[frozenset[int], tuple[int, int]] = {}
         """Two nodes → until when their link counts as down, and for how long it did."""
         self.link_reports = LinkReports()
@@ -52,11 +62,21 @@ class ClusterEstimator:
         self._down[frozenset({a, b})] = now_ns + 2 * span_ns, 2 * span_ns
 
     def is_down(self, a: int, b: int, now_ns: int) -> bool:
-        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns or {a, b} <= self._out_only
+        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns or frozenset({a, b}) in self.apart()
 
     def apart(self) -> frozenset[frozenset[int]]:
-        """Pairs of nodes of which neither can call the other."""
+        """Pairs of nodes of which neither can call the other, and that have no relay to meet at."""
+        return frozenset() if self._relays else self._out_only_pairs()
+
+    def _out_only_pairs(self) -> frozenset[frozenset[int]]:
         return frozenset(frozenset(pair) for pair in combinations(sorted(self._out_only), 2))
+
+    def relay_came(self) -> bool:
+        """Links that were down for want of a relay are not any more; does the plan do without such a link?"""
+        pairs = self._out_only_pairs()
+        for pair in pairs & self._down.keys():
+            del self._down[pair]
+        return any(frozenset(pair) in pairs for pair in self._excluded)
 
     def down_links(self, now_ns: int) -> frozenset[frozenset[int]]:
         """Pairs of nodes whose link counts as down."""
@@ -104,7 +124,8 @@ class ClusterEstimator:
     def cluster(self, now_ns: int, *, speeds: bool) -> Cluster | None:
         """The cluster without links that are down and, if asked for, as fast as measured; None: as the plan has it."""
         down = [tuple(pair) for pair in self.down_links(now_ns)]
-        if not down and not self._excluded and not (speeds and (self._nodes or self._links)):
+        relayed = self._within_relays(self._plan.cluster) != self._plan.cluster
+        if not down and not self._excluded and not relayed and not (speeds and (self._nodes or self._links)):
             return None
         return self._estimate(down, speeds=speeds)
 
@@ -127,7 +148,15 @@ class ClusterEstimator:
             bandwidth[a, b] = self._full.bandwidth_bytes_per_s[a, b]
         for a, b in down:
             bandwidth[a, b] = bandwidth[b, a] = 0.0
-        return replace(cluster, nodes=nodes, latency_s=latency_s, bandwidth_bytes_per_s=np.asarray(bandwidth))
+        return self._within_relays(
+            replace(cluster, nodes=nodes, latency_s=latency_s, bandwidth_bytes_per_s=np.asarray(bandwidth))
+        )
+
+    def _within_relays(self, cluster: Cluster) -> Cluster:
+        """What nodes that only call out have of each other, through the relays that there are."""
+        if not self._relays or isinf(total := sum(each.bytes_per_s for each in self._relays.values())):
+            return cluster
+        return with_relay(cluster, self._out_only, total, max(each.node_bytes_per_s for each in self._relays.values()))
 
     def _estimate_node(self, index: int) -> Node:
         node = self._plan.cluster.nodes[index]

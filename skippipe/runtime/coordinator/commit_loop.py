@@ -129,6 +129,12 @@ class CommitLoop:
         cut_off = [receiver for receiver in (node, peer) if {node, peer} & set(membership[receiver].sources)]
         is_costly = bool(cut_off) or (not paused and (used or same_stage))
         known = frozenset({node, peer}) in estimator.apart()  # then it is no fault of the reporter
+        if known and membership.lacks_relay:  # it was there before: nobody is at fault
+            self.replanner.changed = True
+            if not paused and (used or same_stage):
+                self.context.log_event("cut", f"cannot reach '{membership.name(peer)}' without a relay", node)
+                self.restart("no relay is there")
+            return
         costly = reports.add_costly(node, peer, now_ns) if is_costly and not known else []
         if len(costly) > MAX_COSTLY_REPORTS:
             self._evict_reporter(node, costly, now_ns)

@@ -15,6 +15,7 @@ from itertools import count
 
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
+from skippipe.runtime.relay_pool import RelayInfo
 
 
 class MemberState(Enum):
@@ -55,6 +56,14 @@ class Membership:
     """Ids for orders that are answered later: no two of a run are the same."""
     out_only: set[int] = field(default_factory=set)
     """Members that call others and cannot be called."""
+    relays: dict[str, RelayInfo] = field(default_factory=dict)
+    """Relays at which such members meet."""
+    may_relay: bool = False
+    """There are relays that may join, or have joined."""
+
+    @property
+    def lacks_relay(self) -> bool:
+        return self.may_relay and not self.relays
 
     def assign(self, node: int) -> int:
         """A new assignment id: answers to earlier orders of this node do not count any more."""

@@ -70,6 +70,10 @@ class Replanner:
         self._select_length(iteration, self.plan.stage_of)
         self._log_plan()
 
+    def needs_apart(self) -> bool:
+        """Does the plan need two nodes to meet that cannot?"""
+        return bool(self.estimator.apart() & _links(self.plan))
+
     def avoid_apart(self, iteration: int) -> list[str]:
         """Before the first iteration: make a plan in which no two nodes need each other that cannot meet. If there is
         none, gives the names of two that hinder it."""

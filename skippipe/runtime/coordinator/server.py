@@ -55,7 +55,13 @@ class CoordinatorServer:
         self._numbers = dict(node_config.plan.cluster.number)
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
         self._listener = Listener(
-            self._mailbox, self._numbers, publics, self._on_malformed, self._on_reached, self._on_out_only
+            self._mailbox,
+            self._numbers,
+            publics,
+            self._on_malformed,
+            self._on_reached,
+            self._on_out_only,
+            lambda name, info: self._machine.on_relay(name, info),
         )
         self._disconnected: dict[str, tuple[float, str]] = {}
         """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""
@@ -63,6 +69,7 @@ class CoordinatorServer:
         self._admission = admission
         if admission is not None:
             admission.needs = self._needs
+            admission.poll(self._listener)  # relays that dial before the first turn are let in, too
 
     @property
     def address(self) -> str:
@@ -93,6 +100,7 @@ class CoordinatorServer:
             raise UserError(self.machine.failure)
 
     def _poll(self, machine: Coordinator, timeout_s: float, ended: EndedNodes) -> None:
+        machine.membership.may_relay = bool(self._listener.relay_names)
         for received in self._mailbox.receive(timeout_s):
             self._deliver(machine, received)
         now = time.monotonic()
@@ -194,22 +202,24 @@ class CoordinatorServer:
         return self._plan_json[1]
 
     def _deliver(self, machine: Coordinator, received: Received) -> None:
-        node = self._numbers[received.peer]
-        if received.message.kind is not MessageKind.CONTROL:
+        node = self._numbers.get(received.peer, -1)  # a relay, to which only the listener listens
+        if received.message.kind is not MessageKind.CONTROL and node >= 0:
             machine.on_piece(node, received.message)
             return
         control = self._listener.decode(received)
         if control is not None:
             machine.on_message(node, control)
 
-    def _on_reached(self, name: str) -> None:
+    @property
+    def _machine(self) -> Coordinator:
         assert self.machine is not None
-        self.machine.on_reach(self._numbers[name], None)
+        return self.machine
+
+    def _on_reached(self, name: str) -> None:
+        self._machine.on_reach(self._numbers[name], None)
 
     def _on_out_only(self, name: str, address: str) -> None:
-        assert self.machine is not None
-        self.machine.on_reach(self._numbers[name], "" if address == OUT_ONLY else address)
+        self._machine.on_reach(self._numbers[name], "" if address == OUT_ONLY else address)
 
     def _on_malformed(self, name: str, what: str) -> None:
-        assert self.machine is not None
-        self.machine.on_malformed(self._numbers[name], what)
+        self._machine.on_malformed(self._numbers[name], what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Protocol
 
 from skippipe.runtime.coordinator.commit_loop import CommitContext, CommitLoop
@@ -13,6 +14,7 @@ from skippipe.runtime.coordinator.replanner import Replanner
 from skippipe.runtime.coordinator.wal_records import RecoveredLog
 from skippipe.runtime.fencing import first_id
 from skippipe.runtime.messages import Hello
+from skippipe.runtime.relay_pool import RelayInfo
 
 
 class StartupContext(CommitContext, Protocol):
@@ -36,6 +38,8 @@ class Startup:
     commits: CommitLoop
     _hellos: dict[int, Hello] = field(default_factory=dict)
     """Where the nodes that reconnected are in the run."""
+    _awaits_relay: bool = False
+    """Nothing but a relay is missing, and that was said."""
 
     @property
     def missing(self) -> list[int]:
@@ -62,6 +66,22 @@ class Startup:
             where = f" at {unanswered}" if unanswered else ""
             self.context.log_event("joined", f"cannot be called{where}: it calls the others", node)
         if joining and node in self.membership:
+            self.prepare_if_complete()
+
+    def relay_known(self, name: str, info: RelayInfo | None) -> None:
+        """A relay has come, or is gone (None)."""
+        relays, joining = self.membership.relays, self.context.state is CoordinatorState.JOINING
+        if info is None:
+            relays.pop(name, None)
+            self.context.log_event("gone", f"relay '{name}'")
+        else:
+            relays[name] = info
+            self.replanner.changed |= self.replanner.estimator.relay_came() and not joining
+            rate = f", at most {info.bytes_per_s / 1e6:g} MB/s" if isfinite(info.bytes_per_s) else ""
+            self.context.log_event(
+                "joined", f"relay '{name}' at {info.address}{rate}: nodes that only call out meet there"
+            )
+        if joining:
             self.prepare_if_complete()
 
     def lost(self, node: int) -> None:
@@ -98,13 +118,14 @@ class Startup:
 
     def prepare_if_complete(self) -> None:
         """Once all nodes are connected they build their stages and, if the run is resumed, fetch the checkpoint."""
-        if self.missing:
+        if self.missing or self._lacks_relay():
             return
         apart = self.replanner.avoid_apart(self.commits.current.number)
         if apart:
             self.context.fail(
                 f"nodes '{apart[0]}' and '{apart[1]}' can only call out, so they cannot reach each other, and the plan "
-                "needs it: make one of them reachable, or plan with a bandwidth of 0 between them"
+                "needs it: start a relay ('skippipe relay'), make one of them reachable, or plan with a bandwidth of 0 "
+                "between them"
             )
             return
         self.context.enter(CoordinatorState.PREPARING)
@@ -114,6 +135,14 @@ class Startup:
             for node in stage.nodes:
                 self.membership[node].state, self.membership[node].stage = MemberState.BUILDING, index
                 self.env.send_welcome(node, self.replanner.plan, origin, self.membership.assign(node))
+
+    def _lacks_relay(self) -> bool:
+        """Do nodes of the plan need a relay that may still come?"""
+        lacks = self.membership.lacks_relay and self.replanner.needs_apart()
+        if lacks and not self._awaits_relay:
+            self.context.log_event("paused", "all nodes are there, and some only call out: waiting for a relay")
+        self._awaits_relay = lacks
+        return lacks
 
     def _readmit(self) -> tuple[set[int], list[int]]:
         """Nodes whose state fits the log take part again, if need be after the last step in the log. Gives those that

@@ -48,6 +48,7 @@ from skippipe.runtime.messages import (
     Stop,
     Validated,
 )
+from skippipe.runtime.relay_pool import RelayInfo
 from skippipe.transport.message import Message
 
 
@@ -92,7 +93,7 @@ class Coordinator:
         self._gather = CheckpointGather(
             env, settings.checkpoint_every, -1 if resumed_from is None else resumed_from, ids
         )
-        estimator = ClusterEstimator(log.plan, plan.cluster, env.now_ns(), membership.out_only)
+        estimator = ClusterEstimator(log.plan, plan.cluster, env.now_ns(), membership.out_only, membership.relays)
         backup = EmbeddingBackup(recovery.backup_every if recovery.fault_tolerant else 0, membership, env, estimator)
         lengths = PathLengths(
             settings.skip_schedule, settings.iterations, log.visited, {**settings.plans, log.visited: log.plan}
@@ -230,6 +231,9 @@ class Coordinator:
         """A node can be called; or it cannot: where it says it is nobody answers, or it has said so itself (empty)."""
         self._startup.reach_known(node, unanswered)
 
+    def on_relay(self, name: str, info: RelayInfo | None) -> None:
+        self._startup.relay_known(name, info)
+
     def _on_hello(self, node: int, hello: Hello) -> None:
         if hello.version != __version__:
             self._refuse(node, hello)
@@ -337,7 +341,7 @@ class Coordinator:
     def deadline_passed(self, waited: str) -> None:
         """The state has lasted too long: start over, continue without the awaited nodes, or fail and name them."""
         state, awaited, fault_tolerant = self.state, self.awaited(), self.settings.recovery.fault_tolerant
-        names = ", ".join(map(self._name, awaited))
+        names = ", ".join(map(self._name, awaited)) or "a relay"
         unwritten = self._gather.unwritten
         if state is CoordinatorState.REJOINING:
             self._startup.finish_rejoin()

@@ -48,11 +48,11 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThread
 from skippipe.runtime.node.peer_links import PeerLinks
-from skippipe.transport.callbacks import TOKEN_BYTES
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
+from skippipe.transport.token_gate import TOKEN_BYTES
 
 log = logging.getLogger(__name__)
 THE_COORDINATOR = "coordinator"
@@ -171,7 +171,11 @@ class NodeAgent:
             self.send_control(RequestCallback(request.peer, request.token, request.port))
 
     def _call_back(self, control: CallBack) -> None:
-        if control.peer in self._numbers and TOKEN.fullmatch(control.token):
+        if control.peer not in self._numbers or not TOKEN.fullmatch(control.token or control.relay):
+            return
+        if TOKEN.fullmatch(control.relay):
+            self._mailbox.meet(control.address.split(","), control.relay, control.token)
+        elif not control.relay:
             self._mailbox.answer(control.address.split(","), control.token)
 
     # NodeEnv

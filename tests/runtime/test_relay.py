@@ -1,0 +1,227 @@
+"""A relay joins a run, is given grants, and two nodes that only call out meet there."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+
+from skippipe import __version__
+from skippipe.errors import UserError
+from skippipe.runtime import relay as relay_module
+from skippipe.runtime.fencing import Incarnation, stamped
+from skippipe.runtime.messages import CallBack, ControlMessage, Hello, RequestCallback, from_json, to_json
+from skippipe.runtime.node.agent import THE_COORDINATOR
+from skippipe.runtime.relay import RelayAgent, load_line
+from skippipe.runtime.relay_pool import RELAY_SILENT_S, SAME_ATTEMPT_S, RelayInfo, RelayPool
+from skippipe.runtime.rendezvous import Rendezvous
+from skippipe.transport.addresses import free_port
+from skippipe.transport.admission import AdmissionServer
+from skippipe.transport.keys import KeyPair, PeerList
+from skippipe.transport.mailbox import OUT_ONLY, Mailbox
+from skippipe.transport.members import MemberStore, cluster_keys
+from skippipe.transport.message import MessageKind, Received
+from skippipe.transport.relay import Relay, RelayLimits, RelayLoad
+from tests.helpers.mailboxes import number_of, numbered
+
+DEADLINE_S = 20.0
+NODES = ("n0", "n1")
+KEYS = {name: KeyPair.new() for name in (THE_COORDINATOR, *NODES, "hub")}
+
+
+class Silent:
+    """Nothing that happens to nodes matters here."""
+
+    def joined(self, name: str) -> None: ...
+
+    def received(self, name: str, control: ControlMessage) -> None: ...
+
+    def lost(self, name: str, how: str) -> None: ...
+
+    def refused(self, name: str, why: str) -> None: ...
+
+
+class Run:
+    """A coordinator, two nodes that only call out, and a relay in a thread of its own."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.coordinator = self._box(stack, THE_COORDINATOR, "127.0.0.1:0")
+        self.nodes = [self._box(stack, name, OUT_ONLY) for name in NODES]
+        self.relays: list[tuple[str, RelayInfo | None]] = []
+        self.rendezvous = Rendezvous(
+            self.coordinator,
+            NODES,
+            {name: pair.public for name, pair in KEYS.items()},
+            host=Silent(),
+            node_config={"kind": "test"},
+            timeout_s=60,
+            on_relay=lambda *each: self.relays.append(each),
+        )
+        self._lives = {box.name: Incarnation(number) for number, box in enumerate(self.nodes, 1)}
+        self.received: dict[str, list[Received]] = {name: [] for name in NODES}
+        self._over = Event()
+        stack.callback(self._over.set)
+        self.ended: list[str] = []
+
+    def _box(self, stack: ExitStack, name: str, listen: str) -> Mailbox:
+        return stack.enter_context(closing(Mailbox(name, KEYS[name], listen=listen)))
+
+    def let_in(self, name: str, *, relay: bool = True) -> None:
+        self.coordinator.allow(name, KEYS[name].public)
+        self.rendezvous.relay_names = frozenset([name] if relay else [])
+
+    def start_relay(self, name: str = "hub") -> Relay:
+        relay = Relay("127.0.0.1:0", RelayLimits(bytes_per_s=1e9))
+        where, public = self.coordinator.address, KEYS[THE_COORDINATOR].public
+        agent = RelayAgent(name, KEYS[name], where, public, relay, relay.address)
+
+        def run() -> None:
+            try:
+                agent.run(self._over.is_set)
+            except UserError as error:
+                self.ended.append(str(error))
+
+        Thread(target=run, daemon=True).start()
+        return relay
+
+    def join(self) -> None:
+        for box in self.nodes:
+            secret = secrets.token_bytes(32)
+            box.allow(THE_COORDINATOR, KEYS[THE_COORDINATOR].public)
+            box.connect(THE_COORDINATOR, self.coordinator.address, KEYS[THE_COORDINATOR].public)
+            self._say(box, Hello(OUT_ONLY, __version__, callback=secret.hex()))
+            box.be_callable(self.coordinator.address, secret)
+
+    def meet(self) -> None:
+        for box, peer in zip(self.nodes, reversed(self.nodes), strict=True):
+            box.allow(peer.name, KEYS[peer.name].public)
+            box.connect(peer.name, OUT_ONLY, KEYS[peer.name].public)
+
+    def _say(self, box: Mailbox, control: ControlMessage) -> None:
+        box.send(THE_COORDINATOR, stamped(to_json(control), self._lives[box.name].stamp()))
+
+    def turn(self) -> bool:
+        """All do what has come; nodes as `NodeAgent` does."""
+        self.rendezvous.poll()
+        for box in self.nodes:
+            for request in box.call_requests():
+                self._say(box, RequestCallback(request.peer, request.token, request.port))
+            for received in box.receive(0.002):
+                if received.message.kind is not MessageKind.CONTROL:
+                    self.received[box.name].append(received)
+                elif isinstance(call := from_json(received.message.body), CallBack):
+                    assert call.relay
+                    box.meet([call.address], call.relay, call.token)
+        return True
+
+    def until(self, done: object) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (self.turn() and done()):  # type: ignore[operator]
+            assert time.monotonic() < deadline, (self.relays, self.ended)
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with ExitStack() as stack:
+        yield Run(stack)
+
+
+def test_two_nodes_meet_at_the_relay_that_has_joined(run: Run) -> None:
+    run.let_in("hub")
+    relay = run.start_relay()
+    run.join()
+    run.until(lambda: run.rendezvous.relays and len(run.rendezvous.addresses) == 2)
+    assert run.relays == [("hub", RelayInfo(relay.address, 1e9, float("inf"), 0))]
+    assert run.rendezvous.apart_from("n0") == []
+    run.meet()
+    for box, peer in zip(run.nodes, reversed(NODES), strict=True):
+        for number in range(5):
+            box.send(peer, numbered(number, 300_000))
+    run.until(lambda: all(len(found) == 5 for found in run.received.values()))
+    assert [[number_of(each) for each in found] for found in run.received.values()] == [[*range(5)]] * 2
+    run.until(lambda: all(box.on_fast_path for box in run.nodes))
+    assert relay.load.nodes == 2 and relay.load.forwarded_bytes > 3_000_000
+    run.rendezvous.lose_relay("hub", "a test")
+    assert run.relays[1:] == [("hub", None)] and run.rendezvous.apart_from("n0") == ["n1"]
+    run.until(lambda: run.rendezvous.relays)  # its next hello
+
+
+def test_who_is_no_relay_is_told_so(run: Run) -> None:
+    run.let_in("hub", relay=False)
+    run.start_relay()
+    run.until(lambda: run.ended)
+    assert run.ended == ["'hub' was invited as a node: start it with 'skippipe node', or invite a relay"]
+    assert not run.rendezvous.relays and not run.relays
+
+
+def test_a_relay_that_cannot_be_reached_is_told_so(tmp_path: Path) -> None:
+    """The coordinator calls it back, at each of its addresses."""
+    keys, store = cluster_keys(tmp_path), MemberStore.of_folder(tmp_path)
+    PeerList({"hub": KEYS["hub"].public}, relays=("hub",)).save(store.path)
+    port, nowhere = free_port("127.0.0.1"), f"127.0.0.1:{free_port('127.0.0.1')}"
+    admission = AdmissionServer(store, keys, f"127.0.0.1:{port}")
+    admission.start()
+    said: list[str] = []
+    with (
+        closing(admission),
+        closing(Mailbox(THE_COORDINATOR, keys, listen=f"127.0.0.1:{port}")) as coordinator,
+        closing(Relay("127.0.0.1:0")) as relay,
+    ):
+        coordinator.allow("hub", KEYS["hub"].public)
+        where = f"127.0.0.1:{port}"
+        agent = RelayAgent("hub", KEYS["hub"], where, keys.public, relay, f"{relay.address},{nowhere}")
+        deadline = time.monotonic() + DEADLINE_S
+
+        def stopped() -> bool:
+            coordinator.receive(0.01)
+            return bool(said) or time.monotonic() > deadline
+
+        agent.run(stopped, said.append)
+    assert [line.split(": ")[1] for line in said] == [f"the coordinator cannot reach this relay at {nowhere}"]
+
+
+def test_a_relay_whose_key_is_refused_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at once: a coordinator that has just started may not have read the list of members."""
+    monkeypatch.setattr(relay_module, "REFUSED_S", 0.3)
+    monkeypatch.setattr(relay_module, "RETRY_S", 0.1)
+    run.start_relay()
+    run.until(lambda: run.ended)
+    assert "refuses this relay: its key is not on the list of members" in run.ended[0]
+
+
+def test_pairs_go_to_the_relay_with_fewest_streams_and_to_the_next_if_they_ask_again() -> None:
+    pool = RelayPool()
+    busy, idle = RelayInfo("a:1", 1.0, 1.0, 8), RelayInfo("b:1", 1.0, 1.0, 2)
+    assert pool.choose("x", "y", 0.0) == ""
+    assert pool.heard("busy", busy, 0.0) and pool.heard("idle", idle, 0.0) and not pool.heard("idle", idle, 1.0)
+    later = 100.0
+    pairs = [("x", "y"), ("x", "y"), ("y", "x"), ("x", "z")]
+    assert [pool.choose(a, b, later) for a, b in pairs] == ["idle", "busy", "idle", "idle"]
+    assert pool.choose("x", "y", later + SAME_ATTEMPT_S) == "idle"
+    assert pool.silent(1.0 + RELAY_SILENT_S) == ["busy"]
+    assert pool.remove("busy") and not pool.remove("busy")
+    assert pool.choose("x", "z", later + 1) == "idle"
+
+
+@pytest.mark.parametrize(
+    ("address", "relay", "complaint"),
+    [
+        ("10.0.0.1:5560", [], "start it with 'skippipe relay'"),
+        ("10.0.0.1:5560", [1.0, 0.0, 2.0], "start it with 'skippipe relay'"),
+        ("10.0.0.1:5560", [1.0, 1.0, float("nan")], "start it with 'skippipe relay'"),
+        (OUT_ONLY, [1.0, 1.0, 0.0], "expected host:port"),
+    ],
+)
+def test_a_hello_that_is_none_of_a_relay(address: str, relay: list[float], complaint: str) -> None:
+    with pytest.raises(UserError, match=complaint):
+        RelayInfo.of(Hello(address, __version__, relay=relay))
+
+
+def test_load_in_a_line() -> None:
+    line = load_line(RelayLoad(12, 5, 4_000_000, 3), RelayLoad(1, 1, 1_000_000, 0), 10.0)
+    assert line == "relay: 12 streams of 5 nodes, 0.3 MB/s, 4.0 MB so far, 3 refused"

@@ -1,0 +1,171 @@
+"""Two mailboxes that both only call out, and a relay at which they meet."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from skippipe.transport import relay as relay_module
+from skippipe.transport import token_gate
+from skippipe.transport.addresses import split_address
+from skippipe.transport.fast_path import LARGE_BYTES
+from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox, QueueFull
+from skippipe.transport.relay import CALLEE, CALLER, Bucket, Relay, RelayLimits
+from skippipe.transport.token_gate import MAGIC, PREFACE, token_of
+from tests.helpers.mailboxes import PATIENCE_S, Net, link, network, number_of, numbered
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    with network("curve") as made:
+        yield made
+
+
+@pytest.fixture
+def relays() -> Iterator[list[Relay]]:
+    made: list[Relay] = []
+    yield made
+    for each in made:
+        each.close()
+
+
+def granted(relay: Relay, *boxes: Mailbox) -> bool:
+    """What the coordinator does with the requests of these mailboxes."""
+    for caller in boxes:
+        for request in caller.call_requests():
+            (callee,) = (box for box in boxes if box.name == request.peer)
+            secret = secrets.token_bytes(32)
+            relay.grant(caller.name, callee.name, secret)
+            caller.meet([relay.address], token_of(secret, CALLER).hex(), "")
+            callee.meet([relay.address], token_of(secret, CALLEE).hex(), request.token)
+    return True
+
+
+def pair(net: Net) -> tuple[Mailbox, Mailbox]:
+    a, b = (net.box(name, listen=OUT_ONLY) for name in "ab")
+    link(a, b)
+    link(b, a)
+    return a, b
+
+
+def exchange(net: Net, relay: Relay, a: Mailbox, b: Mailbox, sizes: list[int]) -> dict[str, list[int]]:
+    """Send messages of these sizes both ways; the numbers of those that each has received."""
+    unsent = {box.name: [numbered(n, size) for n, size in enumerate(sizes)] for box in (a, b)}
+    before = {box.name: (box.sent_bytes.total(), box.received_bytes.total()) for box in (a, b)}
+
+    def sent_all() -> bool:
+        granted(relay, a, b)
+        for box, peer in ((a, b), (b, a)):
+            while unsent[box.name]:
+                try:
+                    box.send(peer.name, unsent[box.name][0])
+                except QueueFull:
+                    break
+                del unsent[box.name][0]
+        moved = {box.name: (box.sent_bytes.total(), box.received_bytes.total()) for box in (a, b)}
+        return not any(unsent.values()) and all(
+            moved[box.name][0] - before[box.name][0] == moved[peer.name][1] - before[peer.name][1]
+            for box, peer in ((a, b), (b, a))
+        )
+
+    found = net.until(sent_all)
+    return {name: [number_of(each) for each in received] for name, received in found.items()}
+
+
+def test_both_ways_in_order_and_with_fast_paths(net: Net, relays: list[Relay]) -> None:
+    rng = random.Random(1)
+    relays.append(relay := Relay("127.0.0.1:0"))
+    a, b = pair(net)
+    found = exchange(net, relay, a, b, [rng.choice([0, 1000, LARGE_BYTES, 2_000_001]) for _ in range(40)])
+    assert found == {"a": list(range(40)), "b": list(range(40))}
+    assert a.on_fast_path == {"b"} and b.on_fast_path == {"a"}
+    net.until(lambda: a.connected and b.connected)
+    a.watch(["b"], 1.0)
+    net.until(lambda: granted(relay, a, b) and "b" in a.watched)
+    assert not a.silent and not a.lost() and not b.lost()
+    assert relay.load.nodes == 2 and relay.load.forwarded_bytes > a.sent_bytes["b"] + b.sent_bytes["a"]
+
+
+def test_through_another_relay_when_the_first_is_gone(net: Net, relays: list[Relay]) -> None:
+    """Both sides notice, and meet at the other one; messages then arrive as before."""
+    relays += [first := Relay("127.0.0.1:0"), second := Relay("127.0.0.1:0")]
+    a, b = pair(net)
+    sizes = [0, LARGE_BYTES, 1000] * 4
+    assert exchange(net, first, a, b, sizes) == {"a": list(range(12)), "b": list(range(12))}
+    first.close()
+    lost: list[Lost] = []
+    net.until(lambda: lost.extend(a.lost() + b.lost()) or len(lost) >= 2)  # type: ignore[func-returns-value]
+    assert {each.reason for each in lost} == {LossReason.DISCONNECTED}
+    net.until(lambda: granted(second, a, b) and a.connected and b.connected)
+    assert exchange(net, second, a, b, sizes) == {"a": list(range(12)), "b": list(range(12))}
+
+
+def recv(stream: socket.socket) -> bytes:
+    try:
+        return stream.recv(100)
+    except ConnectionResetError:
+        return b""
+
+
+def dialled(relay: Relay, token: bytes) -> socket.socket:
+    stream = socket.create_connection(split_address(relay.address), PATIENCE_S)
+    stream.sendall(PREFACE.pack(MAGIC, token))
+    return stream
+
+
+def test_a_token_is_good_once_and_for_its_side(relays: list[Relay], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who shows one again, or one that is unknown, is not joined to anybody; nor is one whose peer does not come."""
+    monkeypatch.setattr(token_gate, "PREFACE_S", 0.2)
+    monkeypatch.setattr(relay_module, "MEET_S", 0.5)
+    relays.append(relay := Relay("127.0.0.1:0"))
+    secret = secrets.token_bytes(32)
+    early = dialled(relay, token_of(secret, CALLER))  # before the relay knows
+    relay.grant("a", "b", secret)
+    with early, dialled(relay, token_of(secret, CALLER)) as again, dialled(relay, bytes(32)) as unknown:
+        assert recv(again) == recv(unknown) == b""
+        with dialled(relay, token_of(secret, CALLEE)) as callee:
+            callee.sendall(b"x")
+            assert recv(early) == b"x"
+            early.sendall(b"y")
+            assert recv(callee) == b"y"
+    other = secrets.token_bytes(32)
+    relay.grant("a", "b", other)
+    with dialled(relay, token_of(other, CALLEE)) as alone:
+        assert recv(alone) == b""
+    assert relay.load.refused == 2
+
+
+def test_limits(relays: list[Relay]) -> None:
+    """Streams above the limit of a node are closed, and those that carry nothing for long."""
+    relays.append(relay := Relay("127.0.0.1:0", RelayLimits(node_streams=1, idle_s=1.0)))
+
+    def joined(callee: str) -> tuple[socket.socket, socket.socket]:
+        secret = secrets.token_bytes(32)
+        relay.grant("a", callee, secret)
+        return dialled(relay, token_of(secret, CALLER)), dialled(relay, token_of(secret, CALLEE))
+
+    a, b = joined("b")
+    a.sendall(b"x")
+    assert recv(b) == b"x"
+    a2, c = joined("c")
+    assert recv(a2) == recv(c) == b"", "'a' has one already"
+    assert (relay.load.streams, relay.load.nodes, relay.load.refused) == (1, 2, 1)
+    assert recv(a) == recv(b) == b"", "idle"
+    a, b = joined("b")
+    b.sendall(b"x")
+    assert recv(a) == b"x"
+    for each in (a, b, a2, c):
+        each.close()
+
+
+def test_a_rate_holds_over_any_second() -> None:
+    bucket, now, sent = Bucket(1e6), 100.0, 0
+    while now < 102.0:
+        sent += 50_000
+        now += max(0.0, bucket.take(50_000, now))
+    assert 2e6 <= sent <= 2.15e6
+    assert bucket.take(1000, now + 60) < 0, "after a pause at once"
