@@ -110,7 +110,7 @@ def node(
         coordinator=where,
         keys=mine.keys,
         coordinator_public=mine.coordinator,
-        listen=listen_address(listen, where.split(",")[0], address),
+        listen=listen_address(listen, where, address),
         address=address,
         data_folder=tokens,
         checkpoint=checkpoint,

@@ -31,7 +31,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
-from skippipe.transport.addresses import join_address, split_address
+from skippipe.transport.addresses import join_address, split_all
 from skippipe.transport.callbacks import TOKEN_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
@@ -212,8 +212,8 @@ class Listener:
         """A node cannot reach another: have that one call it, if it can be called."""
         address = self.addresses.get(name, OUT_ONLY)
         if request.peer in self.addresses.keys() - {name} and address != OUT_ONLY and request.port:
-            where = join_address(split_address(address)[0], request.port)
-            self.send(request.peer, CallBack(name, where, request.token))
+            where = [join_address(host, request.port) for host, _ in split_all(address)]
+            self.send(request.peer, CallBack(name, ",".join(where), request.token))
 
     def _open(self, name: str, address: str) -> None:
         self._stuck.discard(name)
