@@ -151,7 +151,8 @@ class Listener:
         now = time.monotonic()
         if now >= allowed_from:
             self._disconnected[name] = address, now + REJOIN_REQUEST_S
-            self._open(name, address)
+            if not self.mailbox.connects_to(name):  # another attempt would end the one that is under way
+                self._open(name, address)
             self.send(name, Stop("declared dead", again=True))
 
     def decode(self, received: Received) -> ControlMessage | None:
@@ -189,10 +190,14 @@ class Listener:
             if name in connected:
                 del self._calls[name]
                 self.on_reached(name)
-            elif (time.monotonic() >= until or lost.get(name) in NOT_THE_NODE) and self._await_calls(name):
+            elif self._is_not_there(name, until, lost.get(name)) and self._await_calls(name):
                 lost.pop(name, None)
         found = [(name, f"its connection: {reason}") for name, reason in lost.items()]
         return [*found, *((name, "it does not take messages") for name in sorted(stuck))]
+
+    def _is_not_there(self, name: str, until: float, lost: LossReason | None) -> bool:
+        """Is there no node at the address that was announced? One that has answered, and no more, may be busy."""
+        return lost in NOT_THE_NODE or (time.monotonic() >= until and name not in self.mailbox.answered)
 
     def _await_calls(self, name: str) -> bool:
         """A node cannot be reached where it says it is: from now on it calls, if it can."""

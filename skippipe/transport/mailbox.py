@@ -150,6 +150,10 @@ class Mailbox:
         """Peers that this mailbox is connected to, as of the last `receive` or `lost`."""
         return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.connected)
 
+    def connects_to(self, peer: str) -> bool:
+        """Is there a connection to this peer, or an attempt that goes on?"""
+        return peer in self._outgoing
+
     @property
     def answered(self) -> frozenset[str]:
         """Peers at whose addresses a machine has answered, connected or not."""
