@@ -1,7 +1,7 @@
 """Machines that cannot be called, or not at every address, on networks of their own: what `skippipe invite`, `node` and
 `doctor` make of a home router, closed ports and addresses of one kind only.
 
-make test-reach    # Linux, with iproute2; five minutes
+make test-reach    # Linux, with iproute2; ten minutes
 
 A kernel need not be able to filter: routing rules drop what a firewall would, and a program of the tests translates
 addresses as a home router does.
@@ -85,7 +85,7 @@ class Street:
 @pytest.fixture
 def street(tmp_path: Path) -> Iterator[Street]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("XDG")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKIPPIPE_PURE_PYTHON": "1"}
     with neighbours(tmp_path, ["ann", "bob", "carol", "dan"], environment, at_home=["bob"]) as machines:
         yield Street(*machines)
 
