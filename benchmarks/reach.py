@@ -155,7 +155,11 @@ def start(asked: argparse.Namespace) -> int:
     worst_s = 0.0
     print(f"{'out only':<28} {'at work':>9} {'declared dead':>14}")
     with tempfile.TemporaryDirectory(prefix="reach") as name, load(asked.load):
-        cases = (("none", [], True), ("half, and they say so", half, True), ("half, and it is found out", half, False))
+        cases: tuple[tuple[str, list[str], bool], ...] = (
+            ("none", [], True),
+            ("half, and they say so", half, True),
+            ("half, and it is found out", half, False),
+        )
         for number, (what, out_only, say_so) in enumerate(cases):
             taken, _ = trained(cluster, Path(name) / str(number), out_only, asked, say_so=say_so)
             gone = [event for event in taken.events if event.kind == "gone"]
@@ -230,7 +234,7 @@ def serving(asked: argparse.Namespace) -> int:
         found = [answers(folder, Path(name) / str(count), count, asked.prompts) for count in (0, STAGES)]
     same = sum(one == other for one, other in zip(*found, strict=True))
     print(f"half of {2 * STAGES} nodes out only: {same} of {asked.prompts} answers are those of all reachable nodes")
-    return same < asked.prompts
+    return int(same < asked.prompts)
 
 
 def main() -> int:

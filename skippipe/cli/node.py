@@ -53,7 +53,7 @@ Listen = Annotated[
 AddressOption = Annotated[
     str | None,
     typer.Option(
-        help="host:port at which others reach this node, if it listens elsewhere (behind a router); several with commas."
+        help="host:port at which others reach this node, if it listens elsewhere (a router); several with commas."
     ),
 ]
 NodeDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")]
