@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
+.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
 	bench-train bench-serve clean
 
 demo: $(READY)
@@ -56,6 +56,9 @@ test-package: $(READY)
 
 test-docs: $(READY)  # Linux, with iproute2 and curl: machines of its own, which need no root this way
 	unshare --map-root-user $(BIN)/pytest tests/long/docs_walkthrough.py
+
+test-reach: $(READY)  # Linux, with iproute2: networks of its own, with a home router
+	unshare --map-root-user $(BIN)/pytest tests/long/reach.py
 
 test-all:  # all of them; says what it could not run, and why
 	$(PYTHON) -m tests.run_all

@@ -1,13 +1,14 @@
 """What training survives, and how soon it goes on: random faults on real processes and under virtual time.
 
 python -m benchmarks.chaos virtual [--plans 10000] [--seed 0] [--processes 2] [--only SEED]
-python -m benchmarks.chaos processes [--plans 200] [--seed 0] [--only SEED]
+python -m benchmarks.chaos processes [--plans 200] [--seed 0] [--only SEED] [--out-only]
 python -m benchmarks.chaos recovery [--repetitions 20] [--heartbeat 5] [--joined]
 python -m benchmarks.chaos long [--iterations 200] [--seeds 3]
 python -m benchmarks.chaos detection [--repetitions 3] [--heartbeat 5]
 
 `virtual` and `processes` draw fault plans, print each that was not survived, and end with status 1 if there was one; a
-plan follows from its seed alone, so `--only` plays it again and tells the whole story. `recovery` kills one of nine
+plan follows from its seed alone, so `--only` plays it again and tells the whole story. With `--out-only`, four of nine
+nodes cannot be called, others with every seed, and at least one of each stage can. `recovery` kills one of nine
 nodes in every role and phase and takes the time until the iteration is done. `long` trains with nodes lost and coming
 back all the time, beside the same without. `detection` takes the time from a fault until it is noticed, over real
 sockets in network namespaces, where links drop packets without a word; it needs root, or unshare --map-root-user.
@@ -176,14 +177,21 @@ def kind_of(flaw: str) -> str:
     return "orphans" if "are left" in flaw or "somebody listens" in flaw else "other"
 
 
-def drawn_chaos(seed: int, ground: Ground, folder: Path) -> Chaos:
+def half_of(random: Random, plan: Plan) -> frozenset[int]:
+    """Nodes that cannot be called: half of all, and never all of a stage."""
+    kept = {random.choice(stage.nodes) for stage in plan.stages}
+    return frozenset(random.sample([node for node in plan.stage_of if node not in kept], NODES // 2))
+
+
+def drawn_chaos(seed: int, ground: Ground, folder: Path, *, out_only: bool = False) -> Chaos:
     random = Random(seed)
     faults = drawn(random, Plan.load(ground.plan_file), ITERATIONS)
     faults = [replace(fault, lasts_s=fault.lasts_s and fault.lasts_s * SHORTER) for fault in faults]
     joined = any(COORDINATOR in fault.nodes for fault in faults) or random.random() < 0.3
     choices = {"kept_every": random.choice([0, 2]), "lost_stage": random.choice(["checkpoint", "neighbours"])}
     faults = [replace(fault, silent=fault.kind.startswith("cut") and random.random() < 0.5) for fault in faults]
-    return Chaos(ground, folder, faults, ITERATIONS, joined=joined, choices=choices)
+    half = half_of(random, Plan.load(ground.plan_file)) if out_only else frozenset()
+    return Chaos(ground, folder, faults, ITERATIONS, joined=joined, choices=choices, out_only=half)
 
 
 def processes(asked: argparse.Namespace) -> int:
@@ -192,7 +200,7 @@ def processes(asked: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="chaos") as name:
         ground = made(Path(name) / "ground")
         for seed in seeds:
-            chaos = drawn_chaos(seed, ground, Path(name) / str(seed))
+            chaos = drawn_chaos(seed, ground, Path(name) / str(seed), out_only=asked.out_only)
             tally.runs += 1
             try:
                 outcome = chaos.run()
@@ -332,6 +340,8 @@ def main() -> None:
         each.add_argument("--only", type=int, metavar="SEED", help="play this plan alone and tell its story")
         if name == "virtual":
             each.add_argument("--processes", type=int, default=2)
+        else:
+            each.add_argument("--out-only", action="store_true", help="four of nine nodes cannot be called")
         each.set_defaults(run=run)
     each = kinds.add_parser("recovery")
     each.add_argument("--repetitions", type=int, default=20)

@@ -11,6 +11,9 @@ TIMEOUT_S = 5.0
 """Seconds without a heartbeat after which a node is declared dead, unless the run sets another timeout."""
 HEARTBEATS = 5
 """Heartbeats that a node sends within the timeout."""
+BUILDING = 4.0
+"""Timeouts without a heartbeat after which a node that builds its stage is declared dead: what it imports for that can
+hold up all its threads, for long where many nodes start at once. One whose process ends is missed at once."""
 PROFILING_TIMEOUT = 3.0
 """Timeouts without a heartbeat after which a node that is profiled is declared dead: its cores are all at work."""
 HELD_UP = 0.5

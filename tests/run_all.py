@@ -45,6 +45,7 @@ SUITES = (
     Suite("test-data", "Parquet, .zst and datasets, with their libraries"),
     Suite("test-peft", "training beside transformers and peft"),
     Suite("test-ray", "nodes as Ray actors", NAMESPACES, linux=True),
+    Suite("test-reach", "home routers, closed ports, IPv4 and IPv6", NAMESPACES, linux=True),
     Suite("test-docs", "every command of README and tutorial", (*NAMESPACES, "curl"), linux=True),
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -210,19 +211,12 @@ def revoke(
 
 def _own_addresses() -> tuple[str, ...]:
     """The addresses that this machine has on its way to the internet, of both kinds."""
-    from skippipe.transport.addresses import is_loopback, join_address, own_address
+    from skippipe.transport.addresses import ANYWHERE, is_loopback, join_address, own_addresses
 
-    found = []
-    for somewhere in ("192.0.2.1", "2001:db8::1"):
-        try:
-            own = own_address(somewhere)
-        except UserError:
-            continue
-        if not is_loopback(own):
-            found.append(join_address(own, DEFAULT_PORT))
-    if not found:
-        raise UserError("--address: missing, and this machine has no address but its own; say where nodes reach it")
-    return tuple(found)
+    with suppress(UserError):
+        if found := [each for each in own_addresses(ANYWHERE) if not is_loopback(each)]:
+            return tuple(join_address(each, DEFAULT_PORT) for each in found)
+    raise UserError("--address: missing, and this machine has no address but its own; say where nodes reach it")
 
 
 def _ago(seconds: float) -> str:

@@ -44,20 +44,24 @@ KeyOption = Annotated[
 Join = Annotated[
     str | None,
     typer.Option(
-        help="host:port of the coordinator; several with commas between them, if it may come back elsewhere.",
+        help="host:port of the coordinator; several with commas between them, IPv4 and IPv6, or if it may come back "
+        "elsewhere.",
         show_default="as the invitation said",
     ),
 ]
 Listen = Annotated[
     str,
     typer.Option(
-        help="host:port of this machine at which other nodes reach it; a port alone: at the address that this "
-        "machine has on the way to the coordinator; 0: any port; none: this machine only calls out."
+        help="host:port of this machine at which other nodes reach it, several with commas; a port alone: at the "
+        "addresses that this machine has on the way to the coordinator, IPv4 and IPv6; 0: any port; none: this machine "
+        "only calls out."
     ),
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option(help="host:port at which others reach this node, if it listens elsewhere (behind a router)."),
+    typer.Option(
+        help="host:port at which others reach this node, if it listens elsewhere (a router); several with commas."
+    ),
 ]
 NodeDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")]
 
@@ -117,7 +121,7 @@ def node(
         coordinator=where,
         keys=mine.keys,
         coordinator_public=mine.coordinator,
-        listen=listen_address(listen, where.split(",")[0], address),
+        listen=listen_address(listen, where, address),
         address=address,
         data_folder=tokens,
         checkpoint=checkpoint,

@@ -33,7 +33,7 @@ NAMED = 8  # outliers and pairs that are printed; the files have all of them
 def profile(
     local: Annotated[int | None, NODES, nodes_option("So many nodes, as processes of this machine.")] = None,
     keys: Keys = None,
-    listen: Annotated[str | None, nodes_option("host:port where nodes join.", "0.0.0.0:5555")] = None,
+    listen: Annotated[str | None, nodes_option("host:port where nodes join.", "[::]:5555")] = None,
     patience: Annotated[
         float | None,
         Range(1, WAIT_S.most),
@@ -154,7 +154,7 @@ def profile(
             launcher, where = LocalLauncher(node_config.names, ROLES), "127.0.0.1:0"
         else:
             launcher = JoinLauncher(node_config.names, key, peers)
-            where = listen or (wanted.transport.listen if job and wanted.transport.peers else "0.0.0.0:5555")
+            where = listen or (wanted.transport.listen if job and wanted.transport.peers else "[::]:5555")
         found = profile_nodes(
             node_config,
             launcher,

@@ -56,7 +56,7 @@ def serve(
         nodes_option("A cluster file: its nodes get stages in their order, and answers take the fastest route."),
     ] = None,
     keys: Keys = None,
-    listen: Annotated[str | None, nodes_option("host:port where nodes join, with --keys.", "0.0.0.0:5555")] = None,
+    listen: Annotated[str | None, nodes_option("host:port where nodes join, with --keys.", "[::]:5555")] = None,
     heartbeat: Annotated[
         float, HEARTBEAT_S, nodes_option("Seconds without a heartbeat after which a node is declared dead.")
     ] = TIMEOUT_S,
@@ -185,7 +185,7 @@ def serve(
         host=host,
         port=port,
         keys=keys,
-        listen=(listen or "0.0.0.0:5555") if keys else "127.0.0.1:0",
+        listen=(listen or "[::]:5555") if keys else "127.0.0.1:0",
         logs=logs,
         access_log=access_log,
     )

@@ -66,7 +66,7 @@ def _join_groups(config: GroupConfig) -> Callable[[Tensor], None]:
     members = sorted(node for order in config.orders for node in order)
     rank = members.index(config.number)
     assert config.rendezvous is not None
-    host, port = config.rendezvous.rsplit(":", 1)
+    host, port = config.rendezvous.replace("[", "").replace("]", "").rsplit(":", 1)  # of IPv6, without brackets
     store = TCPStore(host, int(port), len(members), is_master=rank == 0, timeout=TIMEOUT)
     backend = "nccl" if torch.device(config.device).type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=len(members), timeout=TIMEOUT)

@@ -47,13 +47,13 @@ def access_settings(host: str) -> ApiSettings:
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    from skippipe.transport.addresses import join_address, tcp_server
+
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return tcp_server(host, port, BACKLOG)
     except OSError as error:
-        raise UserError(
-            f"{option} {host}:{port}: cannot listen there: {error.strerror or error}; choose another port, or 0 for any"
-        ) from None
+        where, why = join_address(host, port), error.strerror or error
+        raise UserError(f"{option} {where}: cannot listen there: {why}; choose another port, or 0 for any") from None
 
 
 def url_of(listener: socket.socket) -> str:

@@ -194,9 +194,10 @@ class Problem:
         most = min(most, self.workload.microbatches)
         return most // self.lane_unit * self.lane_unit
 
-    def lanes_of(self, placement: Placement) -> list[tuple[int, int]]:
-        """(data node, microbatches) of every lane; fast data nodes get more lanes, no two lanes differ by over 1."""
-        count = self.lane_limit(placement)
+    def lanes_of(self, placement: Placement, most: int | None = None) -> list[tuple[int, int]]:
+        """(data node, microbatches) of every lane, so many at most; fast data nodes get more lanes, no two lanes differ
+        by over 1."""
+        count = self.lane_limit(placement) if most is None else min(most, self.lane_limit(placement))
         if count == 0:
             raise Infeasible(self._too_little_memory(placement))
         slots = {node: int(self.costs.slots[0, node]) for node in placement[0]}

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
 from skippipe.constraints import NodePath, circle
 from skippipe.cost_model import NEVER_NS, seconds
 from skippipe.errors import Infeasible
+from skippipe.jit import Flags
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.cbs import LaneAgent, PathSearch
@@ -51,7 +53,11 @@ class TwoPhaseSearch:
 
     def plan(self) -> Plan:
         placements = self._placements()
-        self._try_round_robin(placements[0])
+        for placement in placements:
+            self._try_round_robin(placement)
+            assert self.incumbent is not None
+            if self.incumbent.value_ns < INFINITE_NS or self.request.clock() >= self.until:
+                break
         if self.strategy is not Strategy.DTFM_SKIP:
             self._search(placements)
         assert self.incumbent is not None
@@ -77,7 +83,10 @@ class TwoPhaseSearch:
         """
         problem = self.problem
         lanes = problem.lanes_of(placement)
-        for attempt in range(ROUND_ROBIN_ATTEMPTS):
+        # where links are missing, paths are found sooner if fewer lanes leave slots free
+        counts = range(len(lanes), 0, -problem.lane_unit)
+        for count, attempt in product(counts, range(ROUND_ROBIN_ATTEMPTS)):
+            lanes = problem.lanes_of(placement, count)
             paths = round_robin_paths(problem, placement, lanes, [self.request.seed, attempt])
             if all_reachable(problem, paths):
                 break
@@ -180,16 +189,23 @@ class TwoPhaseSearch:
 
 def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
     """Whether every hop of every path has a link there and back."""
+    linked = _linked(problem)
+    return all(linked[a, b] for path in paths for a, b in circle(path))
+
+
+def _linked(problem: Problem) -> Flags:
+    """Between which nodes there is a link there and back."""
     transmit_ns = problem.costs.transmit_ns[0]
-    hops = [hop for path in paths for hop in circle(path)]
-    return all(max(transmit_ns[a, b], transmit_ns[b, a]) < NEVER_NS for a, b in hops)
+    found: Flags = np.maximum(transmit_ns, transmit_ns.T) < NEVER_NS
+    np.fill_diagonal(found, val=True)
+    return found
 
 
 def round_robin_paths(
     problem: Problem, placement: Placement, lanes: list[tuple[int, int]], seed: list[int]
 ) -> tuple[NodePath, ...]:
-    """The round-robin baseline: one path for each (data node, microbatches), which ignores the network. The study calls
-    it DT-FM-skip.
+    """The round-robin baseline: one path for each (data node, microbatches), which ignores the network, but for links
+    that are missing. The study calls it DT-FM-skip.
 
     Lane after lane takes the next L−1 stages of a circle over stages 1 … S−1. Lanes come in multiples of the unit, so
     the circle closes and every stage is visited equally often; inside a stage, lanes are distributed over the free
@@ -202,11 +218,28 @@ def round_robin_paths(
         rng.permutation(np.repeat(nodes, slots[stage, list(nodes)])).tolist() for stage, nodes in enumerate(placement)
     ]
     paths: dict[int, NodePath] = {}
+    linked = _linked(problem)
     # lanes that carry one microbatch more are a multiple of the unit too: each kind goes around the circle by itself
     order = sorted(range(len(lanes)), key=lambda lane: lanes[lane][1])
     start = 0
     for lane in order:
         stages = sorted((start + offset) % others + 1 for offset in range(visits))
         start = (start + visits) % others
-        paths[lane] = (lanes[lane][0], *(free[stage].pop() for stage in stages))
+        paths[lane] = (lanes[lane][0], *_take(lanes[lane][0], [free[stage] for stage in stages], linked))
     return tuple(paths[lane] for lane in range(len(lanes)))
+
+
+def _take(data_node: int, pools: list[list[int]], linked: Flags) -> list[int]:
+    """A node of each pool, with links from one to the next and back to the data node if there are such nodes; the last
+    in a pool if that will do."""
+    if linked.all():
+        return [pool.pop() for pool in pools]
+    ways = [[data_node]]
+    for pool in reversed(pools):
+        ways.insert(0, [node for node in dict.fromkeys(reversed(pool)) if linked[node, ways[0]].any()])
+    path = [data_node]
+    for pool, way in zip(pools, ways, strict=False):
+        node = next((node for node in way if linked[path[-1], node]), pool[-1])
+        del pool[len(pool) - 1 - pool[::-1].index(node)]
+        path.append(node)
+    return path[1:]

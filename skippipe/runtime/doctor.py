@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.json_fields import write_bytes
-from skippipe.transport.addresses import OUT_ONLY, join_address, listen_address, split_address
+from skippipe.transport.addresses import OUT_ONLY, join_address, listen_address, split_address, split_all, tcp_server
 from skippipe.transport.enrolment import (
     CALLED_PREFIX,
     CONNECT_S,
@@ -55,6 +55,7 @@ SLOW_BYTES_PER_S = 1e5
 PACKETS_BYTES = 8192  # of several packets, whatever the MTU
 LARGE_S = 5.0  # for them to arrive, on a line of 2 kB/s
 CALL_BACK_S = 8.0
+CALLED_BYTES = len(CALLED_PREFIX) + 32
 MEASURED_S = 1.0
 MEASURED = [(2**14, 1), (2**16, 1), (PIECE_BYTES, 1), (PIECE_BYTES, 4), (PIECE_BYTES, 16), (PIECE_BYTES, 48)]
 """Bytes of a piece, and pieces at once, until it takes long enough to be measured."""
@@ -239,7 +240,7 @@ class _Network:
     def _ask(self, client: AdmissionClient, coordinator: str) -> Iterator[Finding]:
         machine = self._machine
         out_only = machine.listen == OUT_ONLY
-        listen = OUT_ONLY if out_only else listen_address(machine.listen, coordinator, machine.address)
+        listen = OUT_ONLY if out_only else listen_address(machine.listen, ",".join(machine.addresses), machine.address)
         began_s, asked_at_s = time.monotonic(), machine.clock()
         try:
             self.checked = checked = client.ask(Check(__version__, machine.address or listen), Checked)
@@ -288,32 +289,38 @@ class _Network:
 
     def _port(self, client: AdmissionClient, listen: str) -> Finding:
         """Whether the coordinator, and so perhaps others, can connect to this machine."""
-        host, port = split_address(listen)
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            server = socket.create_server((host, port), family=family)
-        except OSError as error:
-            return _wrong(
-                "port",
-                f"{listen}: cannot listen there: {(error.strerror or str(error)).lower()}; choose another --listen",
-            )
-        with server:
-            where = self._machine.address or join_address(host, server.getsockname()[1])
-            number = secrets.token_hex(16)
-            answer = _Answer(server, CALLED_PREFIX + number.encode())
-            try:
-                failure = client.ask(Call(where, number), Called, CALL_BACK_S).failure
-            except NoConversation:
-                failure = "the coordinator has not said why"
-            if not failure and not answer.came():
-                failure = "another machine answers there"
-        if failure:
+        calls, where = _Calls(), list[str]()
+        with ExitStack() as servers:
+            for host, port in split_all(listen):
+                try:
+                    server = servers.enter_context(tcp_server(host, port))
+                except OSError as error:
+                    at, why = join_address(host, port), (error.strerror or str(error)).lower()
+                    return _wrong("port", f"{at}: cannot listen there: {why}; choose another --listen")
+                calls.take_at(server)
+                where.append(join_address(host, server.getsockname()[1]))
+            if self._machine.address:
+                where = self._machine.address.split(",")
+            failures = {each: self._call(client, each, calls) for each in where}
+        reached = [each for each, failure in failures.items() if not failure]
+        failed = "; ".join(f"{each}: {failure}" for each, failure in failures.items() if failure)
+        if not reached:
             return _warning(
                 "port",
-                f"the coordinator cannot reach this machine at {where}: {failure}; open or forward this TCP port, or "
-                "say with --address where others reach it; until then it can only call out",
+                f"the coordinator cannot reach this machine at {failed}; open or forward this TCP port, or say with "
+                "--address where others reach it; until then it can only call out",
             )
-        return _ok("port", f"the coordinator reaches this machine at {where}")
+        beside = f" (not at {failed})" if failed else ""
+        return _ok("port", f"the coordinator reaches this machine at {', '.join(reached)}{beside}")
+
+    def _call(self, client: AdmissionClient, where: str, calls: _Calls) -> str:
+        """Why the coordinator's call to an address does not get here; empty if it does."""
+        number = secrets.token_hex(16)
+        try:
+            failure = client.ask(Call(where, number), Called, CALL_BACK_S).failure
+        except NoConversation:
+            failure = "the coordinator has not said why"
+        return failure or ("" if calls.came(number) else "another machine answers there")
 
     def _packets(self, client: AdmissionClient) -> Iterator[Finding]:
         try:
@@ -337,29 +344,33 @@ class _Network:
         yield _ok("bandwidth", line) if rate > SLOW_BYTES_PER_S else _warning("bandwidth", f"only {line}; use a wire")
 
 
-class _Answer:
-    """Takes one call in another thread, and tells whether it was the one that was asked for."""
+class _Calls:
+    """Takes calls in threads of its own, and tells whether one was the one that was asked for."""
 
-    def __init__(self, server: socket.socket, expected: bytes) -> None:
-        self._expected = expected
-        self._came = threading.Event()
+    def __init__(self) -> None:
+        self._heard: set[bytes] = set()
+        self._changed = threading.Condition()
+
+    def take_at(self, server: socket.socket) -> None:
         server.settimeout(CALL_BACK_S)
         threading.Thread(target=self._take, args=(server,), daemon=True).start()
 
     def _take(self, server: socket.socket) -> None:
         with suppress(OSError):
-            while not self._came.is_set():
+            while True:
                 connection, _ = server.accept()
                 with connection:
                     connection.settimeout(CALL_BACK_S)
                     said = b""
-                    while len(said) < len(self._expected) and (more := connection.recv(len(self._expected))):
+                    while len(said) < CALLED_BYTES and (more := connection.recv(CALLED_BYTES - len(said))):
                         said += more
-                    if said == self._expected:
-                        self._came.set()
+                with self._changed:
+                    self._heard.add(said)
+                    self._changed.notify()
 
-    def came(self) -> bool:
-        return self._came.wait(1.0)
+    def came(self, number: str) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: CALLED_PREFIX + number.encode() in self._heard, 1.0)
 
 
 def report(machine: Examined, findings: list[Finding]) -> None:
@@ -374,19 +385,19 @@ def report(machine: Examined, findings: list[Finding]) -> None:
 
 def _check_listening(listen: str) -> None:
     """UserError if this machine cannot listen there: that is known before anybody is waited for."""
-    host, port = split_address(listen)
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise UserError(f"{listen}: cannot listen there: {why}; choose another port, or 0 for any") from None
+    for host, port in split_all(listen):
+        try:
+            tcp_server(host, port).close()
+        except OSError as error:
+            where, why = join_address(host, port), error.strerror or str(error)
+            raise UserError(f"{where}: cannot listen there: {why}; choose another port, or 0 for any") from None
 
 
 def check_at_join(machine: Examined, patience_s: float, say: Callable[[str], None]) -> None:
     """Examine a machine in brief once the coordinator is there: it notes the findings, and `say` gets what is not as it
     should be. UserError if the node could not take part. A coordinator that admits nobody is not asked."""
     if machine.listen != OUT_ONLY:
-        _check_listening(listen_address(machine.listen, machine.addresses[0], machine.address))
+        _check_listening(listen_address(machine.listen, ",".join(machine.addresses), machine.address))
     deadline = time.monotonic() + patience_s
     ports = [admission_address(each) for each in machine.addresses]
     looks = 2  # at a coordinator that listens: its admission begins a moment later

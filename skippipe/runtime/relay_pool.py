@@ -13,7 +13,7 @@ from math import inf
 
 from skippipe.errors import UserError
 from skippipe.runtime.messages import Hello
-from skippipe.transport.addresses import split_address
+from skippipe.transport.addresses import split_all
 
 RELAY_HELLO_S = 1.0  # from one hello of a relay to the next
 RELAY_SILENT_S = 5.0
@@ -36,8 +36,7 @@ class RelayInfo:
         """UserError if it is not the hello of a relay."""
         if len(hello.relay) != 3 or not all(rate > 0 for rate in hello.relay[:2]) or not 0 <= hello.relay[2] < inf:
             raise UserError("this cluster knows it as a relay: start it with 'skippipe relay'")
-        for each in hello.address.split(","):
-            split_address(each)
+        split_all(hello.address)
         return cls(hello.address, hello.relay[0], hello.relay[1], int(hello.relay[2]))
 
 

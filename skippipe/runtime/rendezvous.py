@@ -35,7 +35,7 @@ from skippipe.runtime.messages import (
     to_json,
 )
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, RelayInfo, RelayPool
-from skippipe.transport.addresses import join_address, split_address
+from skippipe.transport.addresses import join_address, split_all
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
 from skippipe.transport.relay import CALLEE, CALLER
@@ -166,7 +166,8 @@ class Listener:
         now = time.monotonic()
         if now >= allowed_from:
             self._disconnected[name] = address, now + REJOIN_REQUEST_S
-            self._open(name, address)
+            if not self.mailbox.connects_to(name):  # another attempt would end the one that is under way
+                self._open(name, address)
             self.send(name, Stop("declared dead", again=True))
 
     def decode(self, received: Received) -> ControlMessage | None:
@@ -212,7 +213,7 @@ class Listener:
             if name in connected:
                 del self._calls[name]
                 self.on_reached(name)
-            elif (time.monotonic() >= until or lost.get(name) in NOT_THE_NODE) and self._await_calls(name):
+            elif self._is_not_there(name, until, lost.get(name)) and self._await_calls(name):
                 lost.pop(name, None)
         found = [(name, f"its connection: {reason}") for name, reason in lost.items()]
         return [*found, *((name, "it does not take messages") for name in sorted(stuck - self.relay_names))]
@@ -242,6 +243,10 @@ class Listener:
             log.info("relay '%s' is at %s", name, info.address)
             self.on_relay(name, info)
 
+    def _is_not_there(self, name: str, until: float, lost: LossReason | None) -> bool:
+        """Is there no node at the address that was announced? One that has answered, and no more, may be busy."""
+        return lost in NOT_THE_NODE or (time.monotonic() >= until and name not in self.mailbox.answered)
+
     def _await_calls(self, name: str) -> bool:
         """A node cannot be reached where it says it is: from now on it calls, if it can."""
         _, sent = self._calls.pop(name)
@@ -262,13 +267,13 @@ class Listener:
         if request.peer not in self.addresses.keys() - {name}:
             return
         if address != OUT_ONLY and request.port:
-            where = join_address(split_address(address)[0], request.port)
-            self.send(request.peer, CallBack(name, where, request.token))
+            where = [join_address(host, request.port) for host, _ in split_all(address)]
+            self.send(request.peer, CallBack(name, ",".join(where), request.token))
         elif relay := self._pool.choose(name, request.peer, time.monotonic()):
-            where, secret = self.relays[relay].address, secrets.token_bytes(TOKEN_BYTES)
+            meeting, secret = self.relays[relay].address, secrets.token_bytes(TOKEN_BYTES)
             self.send(relay, RelayGrant(name, request.peer, secret.hex()))
-            self.send(name, CallBack(request.peer, where, "", token_of(secret, CALLER).hex()))
-            self.send(request.peer, CallBack(name, where, request.token, token_of(secret, CALLEE).hex()))
+            self.send(name, CallBack(request.peer, meeting, "", token_of(secret, CALLER).hex()))
+            self.send(request.peer, CallBack(name, meeting, request.token, token_of(secret, CALLEE).hex()))
 
     def _open(self, name: str, address: str) -> None:
         self._stuck.discard(name)

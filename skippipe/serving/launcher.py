@@ -27,7 +27,7 @@ from skippipe.serving.http.routes import application
 from skippipe.serving.node import ROLES, ServingConfig
 from skippipe.serving.routing import RouteCost, UniformCost
 from skippipe.serving.scheduler import ServingSettings
-from skippipe.transport.addresses import join_address
+from skippipe.transport.addresses import join_address, tcp_server
 from skippipe.web import server as web_server
 from skippipe.web.server import ApiSettings
 
@@ -211,9 +211,8 @@ class ServeApp(GatewayCallback):
 
 def _listening(host: str, port: int) -> socket.socket:
     """The HTTP server's socket; made before anything is loaded, or a taken port would be an error after minutes."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return tcp_server(host, port, BACKLOG)
     except OSError as error:
         raise UserError(
             f"{join_address(host, port)}: cannot listen there: {error.strerror or error}; try --port 0"

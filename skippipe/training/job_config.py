@@ -122,7 +122,8 @@ class TransportConfig:
     security: Literal["curve", "none"] = "curve"
     """Encrypt and authenticate every connection; "none" only works on loopback."""
     listen: str = "127.0.0.1:0"
-    """Where the coordinator listens; port 0: any that is free. Nodes on other machines need an address of yours."""
+    """Where the coordinator listens; port 0: any that is free. Nodes on other machines need an address of yours;
+    [::] is every one, IPv4 and IPv6."""
     peers: str = ""
     """The list of nodes and their public keys (see `skippipe keys`), for nodes that join by themselves; empty: all
     nodes are started here, with keys made for this run."""

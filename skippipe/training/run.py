@@ -34,7 +34,7 @@ from skippipe.runtime.rendezvous import EndedNodes
 from skippipe.runtime.train_role import ROLES
 from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import journal_run_id
-from skippipe.transport.addresses import join_address, split_address
+from skippipe.transport.addresses import join_address, split_all
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Security
 
@@ -170,7 +170,7 @@ class Run(RunOptions):
     def _listening(self, endpoints: NodeEndpoints) -> Run:
         """The same run, at an address that its nodes can reach; what was opened or read already stays so."""
         rendezvous = endpoints.torch_address if self.node_config.rendezvous else None
-        listen = join_address(endpoints.coordinator_host, split_address(self.listen)[1])
+        listen = join_address(endpoints.coordinator_host, split_all(self.listen)[0][1])
         other = replace(self, node_config=replace(self.node_config, rendezvous=rendezvous), listen=listen)
         kept = ("wal", "recovered_records", "origin")
         vars(other).update({name: value for name, value in vars(self).items() if name in kept}, models=self.models)

@@ -1,6 +1,8 @@
 """Addresses of this machine and of others, and what all sockets have in common.
 
-Which of its addresses others see, the routing table tells; nothing is sent. Sockets share how a connection that has
+An address is host:port, an IPv6 one [host]:port. Wherever one is taken, several may be given with commas between them,
+of both kinds: a node listens at all of its own, and others try them side by side. Which of its addresses others see,
+the routing table tells; nothing is sent. Sockets share how a connection that has
 vanished is noticed, how they are closed, and what their monitors report.
 """
 
@@ -10,7 +12,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 from typing import TypeAlias
@@ -25,37 +27,96 @@ CALLBACK_PORTS = (1000, 2000)  # so far from a mailbox's own port
 SERVER_PORTS = range(10_000, 32_768)  # Linux gives 32768 and up to outgoing connections, others 49152 and up
 FREE_PORT_TRIES = 20
 ANY_PORT = 9  # connecting a datagram socket sends nothing, but wants a port
+ANYWHERE = ("192.0.2.1", "2001:db8::1")  # addresses of each kind that nobody has: the way there is the way to all
+MOST_ADDRESSES = 8  # of one node
+
+Place: TypeAlias = tuple[str, int]
+"""Host and port."""
 
 
 def own_address(towards: str) -> str:
     """The address of this machine from which packets to that host would leave."""
-    family = socket.AF_INET6 if ":" in towards else socket.AF_INET  # names are looked up as the transport does: IPv4
+    failure: OSError | None = None
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, ANY_PORT))
-            return str(probe.getsockname()[0])
+        for family, kind, _, _, where in socket.getaddrinfo(towards, ANY_PORT, type=socket.SOCK_DGRAM):
+            try:
+                with socket.socket(family, kind) as probe:
+                    probe.connect(where)
+                    return str(probe.getsockname()[0])
+            except OSError as error:
+                failure = failure or error
     except OSError as error:
-        raise UserError(f"'{towards}': no way there: {error.strerror or error}; check the name or address") from None
+        failure = error
+    reason = (failure and failure.strerror) or failure
+    raise UserError(f"'{towards}': no way there: {reason}; check the name or address")
+
+
+def own_addresses(towards: Iterable[str]) -> list[str]:
+    """The addresses of this machine on its way to these hosts, at which it can listen; unless that is itself, the one
+    of the other kind (IPv4, IPv6) as well, if it has one for the internet. UserError if there is no way to any."""
+    found: list[str] = []
+    failure: UserError | None = None
+    for host in towards:
+        try:
+            found.append(own_address(host))
+        except UserError as error:
+            failure = failure or error
+    if not found and failure is not None:
+        raise failure
+    if all(map(is_loopback, found)):
+        return list(dict.fromkeys(found))
+    for host in ANYWHERE:
+        with suppress(UserError):
+            found.append(own_address(host))
+    kinds: dict[bool, str] = {}
+    for each in found:
+        if not ip_address(each).is_link_local and _can_listen(each):
+            kinds.setdefault(":" in each, each)
+    return list(kinds.values()) or found[:1]
+
+
+def _can_listen(host: str) -> bool:
+    with suppress(OSError), tcp_server(host, 0):
+        return not is_loopback(host)
+    return False
 
 
 def listen_address(listen: str, coordinator: str, address: str | None) -> str:
-    """host:port for a node whose `--listen` has one, or only a port; 'none' for one that listens nowhere."""
+    """host:port, several with commas, for a node whose `--listen` has them, or only a port; 'none' for one that listens
+    nowhere."""
     if listen == OUT_ONLY:
         return listen
     if listen.isascii() and listen.isdigit():
-        return join_address(own_address(split_address(coordinator)[0]), int(listen))
-    host, _ = split_address(listen)
-    if address is None and host in ("0.0.0.0", "::", "*"):
-        raise UserError(f"--listen {listen}: others cannot reach {host}; say with --address where they reach this node")
+        hosts = own_addresses(host for host, _ in split_all(coordinator))
+        return ",".join(join_address(host, int(listen)) for host in hosts)
+    for host, _ in split_all(listen):
+        if address is None and host in ("0.0.0.0", "::", "*"):
+            raise UserError(
+                f"--listen {listen}: others cannot reach {host}; say with --address where they reach this node"
+            )
     return listen
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """Of a numeric address, or of a name at which this machine is to listen."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def tcp_server(host: str, port: int, backlog: int | None = None) -> socket.socket:
+    """A socket that listens; '::' is every address of both kinds, or of those that this machine has."""
+    host = _wildcard(host)
+    return socket.create_server((host, port), family=family_of(host), backlog=backlog, dualstack_ipv6=host == "::")
+
+
+def _wildcard(host: str) -> str:
+    return "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
 
 
 def free_port(host: str) -> int:
     """A port to listen on later. It lies below those that systems give to outgoing connections, so that none of these
     takes it in between; another server could, and then listening fails with a message."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in (*random.Random(os.urandom(8)).sample(SERVER_PORTS, FREE_PORT_TRIES), 0):
-        with suppress(OSError), socket.create_server((host, port), family=family) as server:
+        with suppress(OSError), tcp_server(host, port) as server:
             return int(server.getsockname()[1])
     raise UserError(f"'{host}': no port is free there; check the address")
 
@@ -87,12 +148,32 @@ Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
 
 
-def split_address(address: str) -> tuple[str, int]:
+def split_address(address: str) -> Place:
     host, colon, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UserError(f"{address}: expected host:port, such as 127.0.0.1:5555")
+    if ":" in host and not bracketed:
+        raise UserError(f"{address}: an IPv6 address has brackets, so that the port is seen, as in [::1]:5555")
     return ("127.0.0.1" if host == "localhost" else host), int(port)
+
+
+def split_all(addresses: str) -> list[Place]:
+    """Of addresses with commas between them."""
+    found = [split_address(each.strip()) for each in addresses.split(",")]
+    if len(found) > MOST_ADDRESSES:
+        raise UserError(f"{addresses[:40]}…: {len(found)} addresses; at most {MOST_ADDRESSES} are tried")
+    return list(dict.fromkeys(found))
+
+
+def is_numeric(host: str) -> bool:
+    """An address, not a name that may stand for several."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def callback_ports(port: int) -> tuple[int, ...]:
@@ -140,15 +221,27 @@ def push_socket(context: Context, host: str, most_queued: int, reconnect_most_ms
     return push
 
 
-def pull_socket(context: Context, host: str, largest_frame: int, most_queued: int) -> Socket:
+def pull_socket(context: Context, largest_frame: int, most_queued: int) -> Socket:
     pull = context.socket(zmq.PULL)
     pull.setsockopt(zmq.LINGER, 0)
     pull.setsockopt(zmq.RCVHWM, most_queued)
     pull.setsockopt(zmq.MAXMSGSIZE, largest_frame)
     pull.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
-    pull.setsockopt(zmq.IPV6, int(":" in host))
     keep_alive(pull)
     return pull
+
+
+def bind(socket: Socket, host: str, port: int = 0, rather: int = 0) -> Place:
+    """Listen at an address as well; at any port for 0, rather at the one that is named then. Gives the place."""
+    host = _wildcard(host)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    try:
+        socket.bind(endpoint(host, port or rather or "*"))
+    except zmq.ZMQError:
+        if port or not rather:
+            raise
+        socket.bind(endpoint(host, "*"))
+    return split_address(socket.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://"))
 
 
 def monitor_events(monitor: Socket) -> Iterator[int]:

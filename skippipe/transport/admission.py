@@ -26,7 +26,7 @@ from zmq.utils import z85
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.transport.addresses import endpoint, keep_alive, split_address
+from skippipe.transport.addresses import bind, keep_alive, split_all
 from skippipe.transport.enrolment import (
     CALLED_PREFIX,
     PIECE_BYTES,
@@ -108,7 +108,6 @@ class AdmissionServer:
         """Replies for which another machine is called first, and whom they are for."""
         self._pool = ThreadPoolExecutor(MOST_CALLS, "admission")
         self.address = admission_address(coordinator)
-        host, port = split_address(self.address)
         self._context = zmq.Context(1)
         self._zap = self._context.socket(zmq.REP)
         self._zap.setsockopt(zmq.LINGER, 0)
@@ -120,7 +119,6 @@ class AdmissionServer:
             (zmq.SNDHWM, MOST_QUEUED),
             (zmq.MAXMSGSIZE, PIECE_BYTES + 1024),
             (zmq.HANDSHAKE_IVL, round(1000 * HANDSHAKE_S)),
-            (zmq.IPV6, int(":" in host)),
             (zmq.CURVE_SERVER, 1),
         ):
             self._router.setsockopt(option, value)
@@ -128,7 +126,8 @@ class AdmissionServer:
         self._router.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
         keep_alive(self._router)
         try:
-            self._router.bind(endpoint(host, port))
+            for host, port in split_all(self.address):
+                bind(self._router, host, port)
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise UserError(

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from skippipe.errors import UserError
-from skippipe.transport.addresses import callback_ports, join_address, split_address
+from skippipe.transport.addresses import Place, callback_ports, join_address, split_all, tcp_server
 from skippipe.transport.streams import StreamLoop, dial, set_options
 from skippipe.transport.token_gate import (
     BACKLOG,
@@ -44,7 +44,6 @@ from skippipe.transport.token_gate import (
     PREFACE,
     TOKEN_BYTES,
     TokenGate,
-    listen_at,
     token_of,
 )
 
@@ -55,7 +54,6 @@ REQUEST_AGAIN_S = 1.0  # from one request for a stream to the next
 PARK_AGAIN_S = (0.05, 2.0)  # before a node dials again: at first, and at most
 AHEAD = 16  # tokens of a series that are known in advance
 
-Place = tuple[str, int]
 log = logging.getLogger(__name__)
 
 
@@ -95,13 +93,18 @@ class Callbacks:
     # The caller
 
     def listen(self, address: str) -> None:
-        """Take streams at a port that goes with this address, the mailbox's own; or at any, for peers who are told."""
-        host, port = split_address(address)
-        try:
-            listening = listen_at(host, (*callback_ports(port), 0))
-        except OSError:
-            log.error("%s: no port is free for nodes that only call out; they cannot be reached from here", host)
-            return
+        """Take streams at a port that goes with this address, the mailbox's own; or at any, for peers who are told. Of
+        several addresses, at the same port."""
+        for host, port in split_all(address):
+            for each in (self._port,) if self._port else (*callback_ports(port), 0):
+                with suppress(OSError):
+                    self._listen(host, each)
+                    break
+            else:
+                log.error("%s: no port is free for nodes that only call out; they cannot be reached from here", host)
+
+    def _listen(self, host: str, port: int) -> None:
+        listening = tcp_server(host, port, BACKLOG)
         self._port = int(listening.getsockname()[1])
         self._loop.call(lambda: self._gate.open(listening))
 
@@ -175,15 +178,15 @@ class Callbacks:
 
     def park(self, address: str, secret: bytes) -> None:
         """From now on always have one stream ready at that mailbox; the one that was ready before is closed."""
-        host, port = split_address(address)
-        addresses = [join_address(host, each) for each in callback_ports(port)]
+        ports = [[(host, each) for each in callback_ports(port)] for host, port in split_all(address)]
+        choices = [[join_address(*each) for each in same] for same in zip(*ports, strict=True)]
 
         def begin() -> None:
             self._parking = next(self._numbers)
             if self._parked is not None:
                 self._loop.drop(self._parked)
                 self._parked = None
-            self._park(self._parking, addresses, secret, 0, PARK_AGAIN_S[0])
+            self._park(self._parking, choices, secret, 0, PARK_AGAIN_S[0])
 
         self._loop.call(begin)
 
@@ -296,11 +299,13 @@ class Callbacks:
 
         threading.Thread(target=run, name="dial", daemon=True).start()
 
-    def _park(self, number: int, addresses: list[str], secret: bytes, index: int, wait_s: float) -> None:
-        """Dial the first of the addresses; the next time, if it does not accept this stream, the other one."""
+    def _park(self, number: int, choices: list[list[str]], secret: bytes, index: int, wait_s: float) -> None:
+        """Dial the first choice, the address of it that answers first; the next time, if that one does not accept this
+        stream, the other choice, and another address first."""
 
         def again(index: int, wait_s: float, *, same: bool = False) -> None:
-            others = addresses if same else [*addresses[1:], addresses[0]]
+            first = choices[0]
+            others = choices if same else [*choices[1:], [*first[1:], first[0]]]
             self._loop.after(
                 wait_s, lambda: self._park(number, others, secret, index, min(2 * wait_s, PARK_AGAIN_S[1]))
             )
@@ -324,7 +329,7 @@ class Callbacks:
             self._await(stream, on_accepted, over)
 
         if number == self._parking:
-            self._dial(addresses[:1], [token_of(secret, index)], dialled, lambda: again(index, wait_s))
+            self._dial(choices[0], [token_of(secret, index)], dialled, lambda: again(index, wait_s))
 
     def _await(
         self,

@@ -22,14 +22,18 @@ import zmq
 from skippipe.errors import UserError
 from skippipe.transport.addresses import (
     CONNECTION_EVENTS,
+    Place,
     endpoint,
+    is_numeric,
     join_address,
     monitor_events,
     split_address,
+    split_all,
 )
 from skippipe.transport.invitation import Invitation
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.members import NotAdmitted
+from skippipe.transport.streams import dial
 
 PIECE_BYTES = 2**18  # of what is sent to measure bandwidth
 MOST_BACK = 2**14
@@ -43,7 +47,7 @@ REPLY_S = 10.0  # for an answer to a small request
 CALLED_PREFIX = b"skippipe calls back "
 
 Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
-Address = Annotated[str, msgspec.Meta(max_length=300)]
+Address = Annotated[str, msgspec.Meta(max_length=600)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Level = Literal["ok", "warning", "wrong"]
 
@@ -167,10 +171,10 @@ def plain(text: str) -> str:
 
 def admission_address(coordinator: str) -> str:
     """Where a coordinator admits, from where it listens: at the port below."""
-    host, port = split_address(coordinator)
-    if port < 2:
+    places = split_all(coordinator)
+    if any(port < 2 for _, port in places):
         raise UserError(f"{coordinator}: the port of a coordinator is at least 2: admission is at the one below")
-    return join_address(host, port - 1)
+    return ",".join(join_address(host, port - 1) for host, port in places)
 
 
 class Refusal(Enum):
@@ -190,10 +194,12 @@ class NoConversation(Exception):
 
 
 class AdmissionClient:
-    """A connection to a coordinator's admission."""
+    """A connection to a coordinator's admission. NoConversation if no machine has the name in its address."""
 
     def __init__(self, coordinator: str, keys: KeyPair, coordinator_public: str) -> None:
         host, port = split_address(admission_address(coordinator))
+        if not is_numeric(host):
+            host, port = _answering(join_address(host, port))
         self._context = zmq.Context(1)
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.setsockopt(zmq.LINGER, 0)
@@ -262,6 +268,16 @@ class AdmissionClient:
         raise NoConversation(Refusal.NO_ANSWER)
 
 
+def _answering(address: str) -> Place:
+    """Which of the addresses that a name stands for answers."""
+    try:
+        with dial([address]) as stream:
+            host, port = stream.getpeername()[:2]
+            return str(host), int(port)
+    except OSError:
+        raise NoConversation(Refusal.NO_ANSWER) from None
+
+
 @dataclass(frozen=True)
 class Reach:
     """Whether a TCP connection to an address comes about."""
@@ -274,12 +290,11 @@ class Reach:
 
 
 def reach(address: str, timeout_s: float = CONNECT_S, greeting: bytes = b"") -> Reach:
-    """Connect, send the greeting if there is one, and close."""
-    host, port = split_address(address)
+    """Connect, send the greeting if there is one, and close. Of several addresses, to the first that answers."""
     try:
-        with socket.create_connection((host, port), timeout_s) as connection:
+        with dial([join_address(*place) for place in split_all(address)], timeout_s) as connection:
             if greeting:
-                connection.sendall(greeting)
+                connection.send(greeting)  # short: the first packet takes it
         return Reach(address)
     except TimeoutError:
         return Reach(address, f"nothing came back in {timeout_s:g} s", is_dropped=True)

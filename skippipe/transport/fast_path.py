@@ -19,11 +19,12 @@ pieces. They are messages of their own to ZeroMQ, so that sealing, transfer and 
 
 from __future__ import annotations
 
+import logging
 import secrets
 import struct
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -34,6 +35,8 @@ from skippipe.codecs import Buffer
 from skippipe.transport.addresses import (
     CONNECTION_EVENTS,
     Context,
+    Place,
+    bind,
     close_sending,
     endpoint,
     keep_alive,
@@ -44,6 +47,7 @@ from skippipe.transport.addresses import (
 from skippipe.transport.aead import TAG_BYTES, Forged, Opener, Sealer
 from skippipe.transport.message import HEADER, Malformed
 
+log = logging.getLogger(__name__)
 LARGE_BYTES = 2**18  # a tensor of this size is worth a fast path
 PIECE_BYTES = 2**18  # stays in a processor's cache between sealing and sending
 FRAMES_AT_ONCE = 64  # taken from one path before others get their turn
@@ -102,7 +106,7 @@ class FastPathSender:
     def __init__(
         self,
         context: Context,
-        place: tuple[str, int],
+        place: Place,
         offer: FastPathMessage,
         sender: str,
         receiver: str,
@@ -180,7 +184,7 @@ class FastPathSender:
 class FastPathReceiver:
     """The receiver's end: a port of its own, so that a path that must wait does not make others wait."""
 
-    def __init__(self, context: Context, host: str, path_id: bytes, largest_bytes: int, depth: int) -> None:
+    def __init__(self, context: Context, hosts: Sequence[str], path_id: bytes, largest_bytes: int, depth: int) -> None:
         self.path_id = path_id
         self.token = secrets.token_bytes(32)
         self._largest_bytes = largest_bytes
@@ -189,15 +193,18 @@ class FastPathReceiver:
         self._payload: memoryview | None = None
         self._filled = 0
         self._most_frames = depth + -(-largest_bytes // PIECE_BYTES)  # one message of the largest size, or small ones
-        self.pull = pull_socket(context, host, PIECE_BYTES + TAG_BYTES, self._most_frames)
+        self.pull = pull_socket(context, PIECE_BYTES + TAG_BYTES, self._most_frames)
         self.pull.setsockopt(zmq.PLAIN_SERVER, 1)
         self.pull.setsockopt(zmq.ZAP_DOMAIN, PATH_DOMAIN)
-        try:
-            self.pull.bind(endpoint(host, "*"))
-        except zmq.ZMQError:
-            self.pull.close()
-            raise
-        self.port = int(self.pull.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port = 0
+        for host in hosts:
+            try:
+                self.port = bind(self.pull, host, self.port)[1]
+            except zmq.ZMQError:
+                if not self.port:
+                    self.pull.close()
+                    raise
+                log.debug("no fast path at %s: port %d is taken there", host, self.port)
 
     @property
     def is_open(self) -> bool:

@@ -37,7 +37,7 @@ import zmq
 from skippipe.codecs import EncodedTensor
 from skippipe.errors import UserError
 from skippipe.transport import aead
-from skippipe.transport.addresses import LEAST_LINGER_S, OUT_ONLY, is_loopback, split_address
+from skippipe.transport.addresses import LEAST_LINGER_S, OUT_ONLY, is_loopback, split_all
 from skippipe.transport.callbacks import Callbacks, CallRequest
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair, check_key
@@ -70,7 +70,9 @@ class Mailbox:
         trusted: str | None = None,
         fast_path: bool = True,
     ) -> None:
-        """`largest_bytes` of payload and `depth` messages to a queue bound the memory that a connection can take.
+        """`listen` may have several addresses with commas between them, and so may those of peers.
+
+        `largest_bytes` of payload and `depth` messages to a queue bound the memory that a connection can take.
 
         Of JSON `json_bytes` are taken at most, for it takes many times its size in memory; from the `trusted` peer, 16
         times as many. `fast_path` counts under CURVE only, and where the package `cryptography` is installed at both
@@ -81,11 +83,12 @@ class Mailbox:
             raise UserError(f"'{name}': security 'curve' needs a key pair; make one or choose 'none' on one machine")
         if not 0 < len(name.encode()) <= LONGEST_NAME:
             raise UserError(f"'{name}': a node's name has 1 to {LONGEST_NAME} bytes")
-        host, port = split_address("127.0.0.1:0" if listen == OUT_ONLY else listen)
+        places = split_all("127.0.0.1:0" if listen == OUT_ONLY else listen)
         self.name = name
         self.security = security
         self._keys = keys if security == "curve" else None
-        self._check_loopback(host)
+        for host, _ in places:
+            self._check_loopback(host)
         self._limits = Limits(payload_bytes=largest_bytes, json_bytes=json_bytes)
         self._outgoing: dict[str, Sender] = {}
         self._lost: dict[str, LossReason] = {}
@@ -103,7 +106,7 @@ class Mailbox:
             fast_path=fast_path and security == "curve" and aead.AVAILABLE,
             wake=self.wake,
         )
-        self._incoming = Receiver(self._settings, self._keys, host, port, self._limits, trusted)
+        self._incoming = Receiver(self._settings, self._keys, places, self._limits, trusted)
         self.address = OUT_ONLY if listen == OUT_ONLY else self._incoming.address
         self._callbacks: Callbacks | None = None
         self._takes_callbacks = False
@@ -147,6 +150,10 @@ class Mailbox:
         """Peers that this mailbox is connected to, as of the last `receive` or `lost`."""
         return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.connected)
 
+    def connects_to(self, peer: str) -> bool:
+        """Is there a connection to this peer, or an attempt that goes on?"""
+        return peer in self._outgoing
+
     @property
     def answered(self) -> frozenset[str]:
         """Peers at whose addresses a machine has answered, connected or not."""
@@ -160,17 +167,20 @@ class Mailbox:
     def connect(self, peer: str, address: str, public: str | None = None) -> None:
         """Start to connect, and to reconnect whenever the connection breaks; an earlier connection is closed.
 
+        Of several addresses with commas between them, the first at which the peer answers is taken.
+
         With OUT_ONLY in the place of an address, connections go through streams that the peer opens (see `callbacks`).
         """
-        host, port = ("127.0.0.1", 0) if address == OUT_ONLY else split_address(address)
-        self._check_loopback(host)
+        places = [("127.0.0.1", 0)] if address == OUT_ONLY else split_all(address)
+        for host, _ in places:
+            self._check_loopback(host)
         if self._keys is not None:
             if public is None:
                 raise UserError(f"key of '{peer}': missing; under CURVE the other side must prove its identity")
             check_key(public, f"key of '{peer}'")
         self.disconnect(peer)
-        route = self._callback_route(peer) if address == OUT_ONLY else lambda port: (host, port)
-        outgoing = Sender(self._settings, peer, route, port)
+        route = self._callback_route(peer) if address == OUT_ONLY else None
+        outgoing = Sender(self._settings, peer, [route(0)] if route else places, route)
         try:
             outgoing.connect(self._keys, public)
         except zmq.ZMQError as error:
@@ -195,8 +205,9 @@ class Mailbox:
         self._get_callbacks().expect_series(peer, secret)
 
     def be_callable(self, address: str, secret: bytes) -> None:
-        """Let the mailbox at this address send here over streams that this one opens, and opens again when they are
-        lost; another one than before is not served any more. The secret is for that peer only, and for one time."""
+        """Let the mailbox at this address, or at one of several, send here over streams that this one opens, and opens
+        again when they are lost; another one than before is not served any more. The secret is for that peer only, and
+        for one time."""
         self._get_callbacks().park(address, secret)
 
     def call_requests(self) -> list[CallRequest]:
@@ -258,7 +269,8 @@ class Mailbox:
             self._lose(peer, LossReason.REFUSED)
             raise NotConnected(peer) from None
         if not queued:
-            if outgoing.fast_path is None or not outgoing.fast_path.in_use:  # a fast path calls `wake`
+            on_fast_path = outgoing.fast_path is not None and outgoing.fast_path.in_use
+            if not (on_fast_path or outgoing.holds):  # a fast path calls `wake`, and so does a new connection
                 self._poller.register(outgoing.push, zmq.POLLOUT)
             raise QueueFull(peer)
         size = len(self.name.encode()) + len(header) + len(payload)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import zmq
 
 from skippipe.codecs import Buffer
 from skippipe.errors import UserError
-from skippipe.transport.addresses import Socket, endpoint, pull_socket, split_address
+from skippipe.transport.addresses import Place, Socket, bind, join_address, pull_socket
 from skippipe.transport.aead import Forged
-from skippipe.transport.callbacks import Place
 from skippipe.transport.fast_path import VERB_MAGIC, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.message import Limits, Malformed, Received, from_frames
@@ -35,8 +34,7 @@ class Receiver:
         self,
         settings: SocketSettings,
         keys: KeyPair | None,
-        host: str,
-        port: int,
+        places: Sequence[Place],
         limits: Limits,
         trusted: str | None = None,
     ) -> None:
@@ -45,7 +43,6 @@ class Receiver:
         self.received_bytes: Counter[str] = Counter()
         self._settings = settings
         self._curve = keys is not None
-        self._host = host
         self._limits = limits
         self._trusted = trusted
         self._wide_limits = replace(limits, json_bytes=16 * limits.json_bytes)
@@ -58,33 +55,35 @@ class Receiver:
             self._zap.setsockopt(zmq.LINGER, 0)
             self._zap.bind(ZAP_ENDPOINT)  # before a peer can connect
             settings.poller.register(self._zap, zmq.POLLIN)
-        self._pull = self._bound(keys, port)
+        self._pull, self._places = self._bound(keys, places)
         settings.poller.register(self._pull, zmq.POLLIN)
-        self.address = self._pull.getsockopt_string(zmq.LAST_ENDPOINT).removeprefix("tcp://")
+        self.address = ",".join(join_address(*place) for place in self._places)
 
-    def _bound(self, keys: KeyPair | None, port: int) -> Socket:
-        settings, host = self._settings, self._host
+    def _bound(self, keys: KeyPair | None, places: Sequence[Place]) -> tuple[Socket, list[Place]]:
+        """The socket, and where it listens."""
+        settings, found = self._settings, list[Place]()
         largest_frame = min(self._limits.payload_bytes, settings.piece_bytes) + SLACK_BYTES
-        pull = pull_socket(settings.context, host, largest_frame, settings.depth)
+        pull = pull_socket(settings.context, largest_frame, settings.depth)
         if keys is not None:
             pull.setsockopt(zmq.CURVE_SERVER, 1)
             pull.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
             pull.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-        try:
-            pull.bind(endpoint(host, port or "*"))
-        except zmq.ZMQError as error:
-            pull.close()
-            settings.context.destroy(linger=0)
-            hint = "choose another port, or 0 for any" if error.errno == zmq.EADDRINUSE else "check the address"
-            raise UserError(f"{host}:{port}: cannot listen there: {zmq.strerror(error.errno or 0)}; {hint}") from None
-        return pull
+        for host, port in places:
+            try:
+                found.append(bind(pull, host, port, found[0][1] if found else 0))
+            except zmq.ZMQError as error:
+                pull.close()
+                settings.context.destroy(linger=0)
+                where, why = join_address(host, port), zmq.strerror(error.errno or 0)
+                hint = "choose another port, or 0 for any" if error.errno == zmq.EADDRINUSE else "check the address"
+                raise UserError(f"{where}: cannot listen there: {why}; {hint}") from None
+        return pull, found
 
     def place_of(self, port: int) -> Place | None:
         """Where this mailbox listens: for messages (port 0), or for a fast path. From any thread."""
-        if not port:
-            return _here(split_address(self.address))
+        host, own_port = self._places[0]
         offered = any(path.port == port for path in list(self._paths.values()))
-        return _here((self._host, port)) if offered else None
+        return _here((host, port or own_port)) if offered or not port else None
 
     def allow(self, peer: str, public: str | None) -> None:
         if self.auth.key_of(peer) != public:
@@ -178,7 +177,8 @@ class Receiver:
             return
         settings, name = self._settings, self._requests.pop(peer)
         try:
-            path = FastPathReceiver(settings.context, self._host, name, self._limits.payload_bytes, settings.depth)
+            hosts = [host for host, _ in self._places]
+            path = FastPathReceiver(settings.context, hosts, name, self._limits.payload_bytes, settings.depth)
         except zmq.ZMQError as error:
             log.warning("no fast path for '%s': %s", peer, zmq.strerror(error.errno or 0))
             return

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from math import inf
 
 from skippipe.errors import UserError
-from skippipe.transport.addresses import join_address, split_address
+from skippipe.transport.addresses import join_address, split_address, tcp_server
 from skippipe.transport.streams import Join, Meter, StreamLoop
-from skippipe.transport.token_gate import TokenGate, listen_at, token_of
+from skippipe.transport.token_gate import BACKLOG, TokenGate, token_of
 
 CALLER, CALLEE = 0, 1
 """The index of a side's token: of the node that has asked for the stream, and of its peer."""
@@ -90,7 +90,7 @@ class Relay:
         self.limits = limits or RelayLimits()
         host, port = split_address(listen)
         try:
-            listening = listen_at(host, [port])
+            listening = tcp_server(host, port, BACKLOG)
         except OSError as error:
             raise UserError(f"{listen}: cannot listen there: {error.strerror or error}; is the port taken?") from None
         self.address = join_address(host, int(listening.getsockname()[1]))

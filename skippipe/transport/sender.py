@@ -1,9 +1,17 @@
-"""The sending side of one connection: a bounded queue, the fate of the connection, and its fast path."""
+"""The sending side of one connection: a bounded queue, the fate of the connection, and its fast path.
+
+A peer may have several addresses, and a name may stand for several. They are tried side by side (`streams.dial`), and
+ZeroMQ connects to the first that answers; if the right program does not, to the next. Until there is a connection,
+messages wait here rather than in a socket, so that none is lost by going on to another address.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -13,10 +21,14 @@ import zmq
 from skippipe.codecs import Buffer
 from skippipe.transport.addresses import (
     CONNECTION_EVENTS,
+    HANDSHAKE_S,
     Context,
+    Place,
     Socket,
     close_sending,
     endpoint,
+    is_numeric,
+    join_address,
     keep_alive,
     monitor_events,
     push_socket,
@@ -24,8 +36,10 @@ from skippipe.transport.addresses import (
 from skippipe.transport.fast_path import FastPathMessage, FastPathSender, FastPathVerb, new_path_id
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_keepalive import LinkHeartbeat
+from skippipe.transport.streams import dial
 
 RECONNECT_MOST_MS = 2000
+DIAL_AGAIN_S = 2.0  # before all addresses are tried again, while there is no connection
 REQUEST_AGAIN_S = 30.0  # between two requests for a fast path, in case it breaks again and again
 
 
@@ -73,22 +87,33 @@ class SocketSettings:
     wake: Callable[[], None]
 
 
-Route: TypeAlias = Callable[[int], tuple[str, int]]
-"""Where to connect to for a port of the peer: host and port."""
+Route: TypeAlias = Callable[[int], Place]
+"""Where to connect to for a port of the peer."""
 
 
 class Sender:
     """A PUSH socket and its monitor; beside it, for a while or never, a fast path and a keepalive."""
 
-    def __init__(self, settings: SocketSettings, peer: str, route: Route, port: int) -> None:
+    def __init__(self, settings: SocketSettings, peer: str, places: Sequence[Place], route: Route | None) -> None:
+        """`places` are where the peer may be. With a route it is at one of them, and its other ports are elsewhere."""
         self._settings = settings
         self._peer = peer
-        self._route = route
-        self._host, self._port = route(port)
-        self.push = push_socket(settings.context, self._host, settings.depth, RECONNECT_MOST_MS)
-        keep_alive(self.push)
-        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS | zmq.EVENT_CONNECTED)
-        settings.poller.register(self.monitor, zmq.POLLIN)
+        self._places = places
+        self._host, self._port = "", 0
+        self._route: Route = route or (lambda port: (self._host, port))
+        self._held: deque[list[Buffer]] | None = None
+        """Messages that wait for a connection; none: there is one address, and they wait in ZeroMQ's socket."""
+        if len(places) > 1 or not is_numeric(places[0][0]):
+            self._held = deque()
+        self._dialling = False
+        self._dial_at = 0.0
+        self._found: deque[Place | None] = deque()
+        """What dialling has found, by another thread."""
+        self._wrong: dict[Place, LossReason] = {}
+        """Where another program answers, or one that says nothing."""
+        self._greeting: Place | None = None
+        """Where the handshake is waited for."""
+        self._make_socket()
         self.answered = False
         """A machine has answered at that address, whatever runs there."""
         self.connected = False
@@ -98,10 +123,83 @@ class Sender:
         self._path_lost = False
         self._request_from_s = 0.0
 
+    def _make_socket(self) -> None:
+        self.push = push_socket(self._settings.context, self._host, self._settings.depth, RECONNECT_MOST_MS)
+        keep_alive(self.push)
+        self.monitor = self.push.get_monitor_socket(CONNECTION_EVENTS | zmq.EVENT_CONNECTED)
+        self._settings.poller.register(self.monitor, zmq.POLLIN)
+
+    def _close_socket(self, linger_s: float) -> None:
+        self._settings.poller.unregister(self.monitor)
+        with suppress(KeyError):  # nobody waits for room
+            self._settings.poller.unregister(self.push)
+        close_sending(self.push, self.monitor, linger_s)
+
     def connect(self, keys: KeyPair | None, server: str | None) -> None:
         self._keys, self._server = keys, server
+        if self._held is None:
+            self._connect_to(self._places[0])
+        else:
+            self._dial()
+
+    def _connect_to(self, place: Place) -> None:
+        if self._host:  # another socket: what the monitor of this one still reports would be taken for the new place
+            self.unwatch()
+            self._close_socket(0.0)
+            self._make_socket()
+        self._host, self._port = place
+        self.push.setsockopt(zmq.IPV6, int(":" in self._host))
         self._secure(self.push)
         self.push.connect(endpoint(self._host, self._port))
+
+    def _dial(self) -> None:
+        """Find out, in a thread of its own, which address answers first."""
+        self._dialling = True
+        addresses, wrong = [join_address(*place) for place in self._places], list(self._wrong)
+        found, wake = self._found, self._settings.wake
+
+        def run() -> None:
+            try:
+                with dial(addresses, without=wrong) as stream:
+                    found.append(stream.getpeername()[:2])
+            except OSError:
+                found.append(None)
+            wake()
+
+        threading.Thread(target=run, name=f"dial {self._peer}", daemon=True).start()
+
+    def _poll_dialling(self) -> LossReason | None:
+        """Connect to the address that has answered first, or dial again; a loss if only wrong programs answer."""
+        loss, now = None, time.monotonic()
+        while self._found:
+            place, self._dialling = self._found.popleft(), False
+            self._dial_at = now + DIAL_AGAIN_S
+            if place is None and self._wrong:
+                loss = next(reversed(self._wrong.values()))
+                self._wrong.clear()
+            elif place is not None and not self.connected and place != (self._host, self._port):
+                self._connect_to(place)
+                self.answered, self._greeting = True, place
+                self._dial_at = now + HANDSHAKE_S
+        if not (self.connected or self._dialling) and now >= self._dial_at:
+            if self._greeting is not None:
+                self._wrong[self._greeting] = LossReason.HANDSHAKE
+            self._dial()
+        return loss
+
+    def _is_wrong(self, reason: LossReason) -> LossReason | None:
+        """Another program answers: the loss, if there is no other address to try."""
+        if self._held is None:
+            return reason
+        self._wrong[self._host, self._port] = reason
+        self._greeting, self._dial_at = None, 0.0
+        return None
+
+    def _send_held(self) -> None:
+        while self._held and self._put_into_socket(self._held[0]):
+            self._held.popleft()
+        if self._held:  # `receive` returns when there is room
+            self._settings.poller.register(self.push, zmq.POLLOUT)
 
     def _secure(self, socket: Socket) -> None:
         if self._keys is not None and self._server is not None:
@@ -138,7 +236,12 @@ class Sender:
 
     def has_room(self) -> bool:
         """Is there room for a message outside the fast path?"""
-        return bool(int(self.push.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+        return not self.holds and bool(int(self.push.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+
+    @property
+    def holds(self) -> bool:
+        """Do messages wait here for a connection?"""
+        return self._held is not None and (bool(self._held) or not self.connected)
 
     def send_verb(self, verb: FastPathMessage) -> bool:
         try:
@@ -147,6 +250,15 @@ class Sender:
             return False
 
     def _put(self, frames: list[Buffer]) -> bool:
+        if not self.holds:
+            return self._put_into_socket(frames)
+        assert self._held is not None
+        if len(self._held) >= self._settings.depth:
+            return False
+        self._held.append(frames)
+        return True
+
+    def _put_into_socket(self, frames: list[Buffer]) -> bool:
         frames = [self._settings.name.encode(), *frames]
         for index, frame in enumerate(frames):
             more = zmq.SNDMORE if index < len(frames) - 1 else 0
@@ -193,18 +305,24 @@ class Sender:
                 self.answered = True
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self.connected = True
+                self._greeting = None
+                self._wrong.clear()
                 self._settings.wake()  # to have it noticed
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 found = LossReason.REFUSED
             elif event == zmq.EVENT_DISCONNECTED and self.connected:
                 self.connected = False
                 self.close_fast_path()  # its `switch` may be among what was lost
-                self._request_from_s = 0.0
+                self._request_from_s = self._dial_at = 0.0
                 found = found or LossReason.DISCONNECTED
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                found = LossReason.FOREIGN
+                found = self._is_wrong(LossReason.FOREIGN) or found
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-                found = found or LossReason.HANDSHAKE
+                found = found or self._is_wrong(LossReason.HANDSHAKE)
+        if self._held is not None:
+            found = self._poll_dialling() or found
+        if self.connected and self._held:
+            self._send_held()
         if self.heartbeat is not None and self.heartbeat.changed():
             self._settings.wake()  # to have it noticed
         if self.fast_path is not None and self.fast_path.broken():
@@ -218,5 +336,6 @@ class Sender:
     def close(self, linger_s: float = 0.0) -> None:
         self.close_fast_path(linger_s)
         self.unwatch()
-        self._settings.poller.unregister(self.monitor)
-        close_sending(self.push, self.monitor, linger_s)
+        if linger_s and self._host and self._held:
+            self._send_held()
+        self._close_socket(linger_s)

@@ -10,23 +10,32 @@ from __future__ import annotations
 import errno
 import heapq
 import logging
+import os
 import selectors
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from itertools import count
-from typing import TypeAlias
+from itertools import chain, count, zip_longest
+from typing import Any, TypeAlias
 
-from skippipe.transport.addresses import CONNECT_S, KEEPALIVE_S, UNANSWERED_S, split_address
+from skippipe.transport.addresses import (
+    CONNECT_S,
+    KEEPALIVE_S,
+    UNANSWERED_S,
+    Place,
+    family_of,
+    is_numeric,
+    split_address,
+)
 
 BUFFER_BYTES = 2**19
 MOST_SPARE_BUFFERS = 16  # that are kept for the next direction that carries something
 HALF_CLOSED_S = 5.0  # for the other direction, when one has ended
 CLOSE_S = 2.0  # for the thread to end when it was told to
-RACE_S = 0.1  # that an address has before the next one is tried beside it
+RACE_S = 0.25  # that an address has before the next one is tried beside it (RFC 8305, section 8)
 
 Handler: TypeAlias = Callable[[], object]
 Meter: TypeAlias = Callable[[int], float]
@@ -35,31 +44,33 @@ Meter: TypeAlias = Callable[[int], float]
 log = logging.getLogger(__name__)
 
 
-def dial(addresses: Sequence[str], timeout_s: float = CONNECT_S) -> socket.socket:
+def dial(addresses: Sequence[str], timeout_s: float = CONNECT_S, without: Collection[Place] = ()) -> socket.socket:
     """A connection to the first of some addresses (host:port) that answers. All that their names stand for, IPv6 and
-    IPv4, are tried side by side; OSError if none answers in time."""
+    IPv4 in turn, are tried side by side, but for those to do without; OSError if none answers in time."""
     deadline = time.monotonic() + timeout_s
     failure: OSError = TimeoutError(f"no answer within {timeout_s:g} s")
-    waiting: deque[tuple[int, tuple[object, ...]]] = deque()
-    for address in addresses:
-        host, port = split_address(address)
+    kinds: dict[int, list[Any]] = {}
+    for host, port in sorted(map(split_address, addresses), key=lambda place: not is_numeric(place[0])):
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             failure = error
             continue
-        waiting.extend((family, where) for family, _, _, _, where in found)
+        for family, _, _, _, where in found:
+            if where[:2] not in without:
+                kinds.setdefault(family, []).append(where)
+    in_turn = chain.from_iterable(zip_longest(*kinds.values()))
+    waiting = deque(dict.fromkeys(where for where in in_turn if where is not None))
     with selectors.DefaultSelector() as selector:
         try:
             while waiting or selector.get_map():
                 if waiting:
-                    family, where = waiting.popleft()
-                    attempt = socket.socket(family, socket.SOCK_STREAM)
-                    attempt.setblocking(False)
-                    if attempt.connect_ex(where) in (0, errno.EINPROGRESS):
-                        selector.register(attempt, selectors.EVENT_WRITE)
-                    else:
-                        attempt.close()
+                    try:
+                        attempt = _begin(waiting.popleft())
+                    except OSError as error:  # no way there, or no addresses of this kind here
+                        failure = error
+                        continue
+                    selector.register(attempt, selectors.EVENT_WRITE)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     break
@@ -70,12 +81,23 @@ def dial(addresses: Sequence[str], timeout_s: float = CONNECT_S) -> socket.socke
                     if not code:
                         set_options(attempt)
                         return attempt
-                    failure = OSError(code, errno.errorcode.get(code, str(code)))
+                    failure = OSError(code, os.strerror(code))
                     attempt.close()
         finally:
             for key in list(selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
     raise failure
+
+
+def _begin(where: Any) -> socket.socket:
+    """An attempt to connect; `where` is an address as `getaddrinfo` gives it."""
+    attempt = socket.socket(family_of(where[0]), socket.SOCK_STREAM)
+    attempt.setblocking(False)
+    code = attempt.connect_ex(where)
+    if code not in (0, errno.EINPROGRESS):
+        attempt.close()
+        raise OSError(code, os.strerror(code))
+    return attempt
 
 
 def set_options(stream: socket.socket) -> None:
@@ -142,7 +164,7 @@ class StreamLoop:
 
     def connect(self, where: tuple[str, int], then: Callable[[socket.socket | None], None]) -> None:
         """Connect to a numeric address of this machine; None if there is no answer within CONNECT_S."""
-        stream = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET, socket.SOCK_STREAM)
+        stream = socket.socket(family_of(where[0]), socket.SOCK_STREAM)
         set_options(stream)
         pending = True
 

@@ -11,7 +11,7 @@ import hashlib
 import selectors
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -32,22 +32,6 @@ def token_of(secret: bytes, index: int) -> bytes:
     return hashlib.sha256(b"skippipe, a stream" + secret + index.to_bytes(8, "little")).digest()
 
 
-def listen_at(host: str, ports: Sequence[int]) -> socket.socket:
-    """A listener at the first of these ports that is free; OSError if none is."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    both = host == "::" and socket.has_dualstack_ipv6()
-    failure = OSError("no port is given")
-    for port in ports:
-        try:
-            listening = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
-        except OSError as error:
-            failure = error
-        else:
-            listening.setblocking(False)
-            return listening
-    raise failure
-
-
 class TokenGate(Generic[Meaning]):
     """Streams that come in, until each has shown its token. All methods are for the loop's thread."""
 
@@ -66,6 +50,7 @@ class TokenGate(Generic[Meaning]):
 
     def open(self, listening: socket.socket) -> None:
         """Take streams there."""
+        listening.setblocking(False)
         self._loop.watch(listening, selectors.EVENT_READ, lambda: self._accept(listening))
 
     def expect(self, token: bytes, meaning: Meaning) -> None:

@@ -46,7 +46,7 @@ from skippipe.training.job_config import (
     ReportConfig,
     TransportConfig,
 )
-from skippipe.transport.addresses import free_port, split_address
+from skippipe.transport.addresses import OUT_ONLY, free_port, split_all
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.workload import Workload
 from tests.helpers.faulty_node import LOOK_S, Scene, name_of, run_coordinator, run_nodes
@@ -179,7 +179,8 @@ class Chaos:
     step_s: float = 0.0
     build_s: float = 0.0
     full_disk: tuple[int, int] | None = None
-    """All three as in `Scene`."""
+    out_only: frozenset[int] = frozenset()
+    """All four as in `Scene`."""
     patience_s: float = PATIENCE_S
     choices: Mapping[str, Any] = field(default_factory=dict)
     """For the job (see `Ground.job`)."""
@@ -190,7 +191,7 @@ class Chaos:
         self._places = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)] if joined else []
         """Of the coordinator: whenever it is started again, it is at the other one."""
         wires = {
-            pair: Wire((self.folder / "at" / name_of(pair[1])).read_text) for pair in sorted(_failing(self.faults))
+            pair: Wire((self.folder / "at" / self._end_of(pair)).read_text) for pair in sorted(_failing(self.faults))
         }
         self._wires = wires
         self._scene = Scene(
@@ -203,6 +204,7 @@ class Chaos:
             self.step_s,
             self.build_s,
             self.full_disk,
+            self.out_only,
         )
         self._scene.lay_out()
         self._ended: set[int] = set()
@@ -224,6 +226,11 @@ class Chaos:
         outcome = Outcome(self._scene, self.ground, self.iterations, time.monotonic() - began)
         outcome.check_gone()
         return outcome
+
+    def _end_of(self, pair: tuple[int, int]) -> str:
+        """The file that says where a link ends: at a node, or at its sender, which the receiver calls."""
+        sender, receiver = map(name_of, pair)
+        return f"{sender}-{receiver}" if pair[1] in self.out_only else receiver
 
     def _coordinator(self, *, resumed: bool) -> ForkServerProcess:
         scene = self._scene
@@ -413,7 +420,7 @@ class Outcome:
         pids = {int(pid) for _, pid, *_ in rows} | {
             int(parent) for name, _, parent, *_ in rows if name != THE_COORDINATOR
         }
-        ports = {split_address(address)[1] for _, _, _, *at in rows for address in at}
+        ports = {port for _, _, _, *at in rows for each in at if each != OUT_ONLY for _, port in split_all(each)}
         pids -= {os.getpid()}
         deadline = time.monotonic() + GONE_S
         while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < deadline:

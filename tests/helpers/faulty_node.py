@@ -22,6 +22,7 @@ from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import msgspec
 from transformers import LlamaForCausalLM  # noqa: F401  imported once, before owners are forked
 
 import skippipe.launch.local
@@ -29,7 +30,7 @@ import skippipe.runtime.train_role
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.runtime.coordinator.interfaces import IterationReport
-from skippipe.runtime.messages import COORDINATOR
+from skippipe.runtime.messages import COORDINATOR, CallBack
 from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
@@ -42,6 +43,7 @@ from skippipe.training.backends import BACKENDS
 from skippipe.training.job_config import JobConfig
 from skippipe.training.metrics import MetricsFile
 from skippipe.training.train_job import run_job
+from skippipe.transport.addresses import OUT_ONLY
 from skippipe.transport.keys import KeyFile, KeyPair
 from skippipe.transport.message import Message
 
@@ -68,6 +70,8 @@ class Scene:
     """That a stage takes at least to be built."""
     full_disk: tuple[int, int] | None = None
     """While iterations from one to the other are done, no file can grow beyond a few kilobytes."""
+    out_only: frozenset[int] = frozenset()
+    """Nodes that cannot be called."""
 
     @property
     def joined(self) -> bool:
@@ -166,10 +170,19 @@ class Stricken(NodeAgent):
         detours = {name_of(there): address for (here, there), address in self._scene.wires.items() if here == own}
         super()._update_peers(
             {
-                name: [detours[name], found[1]] if name in detours and found[0] else found
+                name: [detours[name], found[1]] if name in detours and found[0] not in ("", OUT_ONLY) else found
                 for name, found in peers.items()
             }
         )
+
+    def _call_back(self, control: CallBack) -> None:
+        """What is sent to this node comes over a stream that it opens: that takes the detour."""
+        peer, own = control.peer, self._join_config.name
+        detour = self._scene.wires.get((int(peer[1:]), int(own[1:])))
+        if detour is not None:
+            _put(self._scene.path("at", f"{peer}-{own}"), control.address)
+            control = msgspec.structs.replace(control, address=detour)
+        super()._call_back(control)
 
 
 class Shaky:
@@ -224,8 +237,8 @@ def birth(scene: Scene, told: dict[str, Any]) -> int:
         return Shaky(build(number, node_config, join_config), number, scene)
 
     skippipe.runtime.train_role.build_executor = build_shaky  # type: ignore[assignment]
-    keys = told["keys"]
-    reason = Stricken(JoinConfig(**{**told, "keys": KeyPair(*keys)}), scene).run()
+    keys, listen = told["keys"], {"listen": OUT_ONLY} if number in scene.out_only else {}
+    reason = Stricken(JoinConfig(**{**told, **listen, "keys": KeyPair(*keys)}), scene).run()
     if reason:
         print(reason)
     return 1 if reason else 0

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tests.helpers.processes import END_S, ProcessOutput
 
+ROOT = Path(__file__).parents[2]
 DONE_S = 300.0  # for a command to end on a busy machine
 
 
@@ -83,7 +85,11 @@ class Machine:
 
     def network(self, state: str) -> None:
         """Up or down."""
-        subprocess.run([*self._within, "ip", "link", "set", "eth0", state], check=True)
+        self.root(f"ip link set eth0 {state}")
+
+    def root(self, line: str) -> None:
+        """As the owner of the machine: routes and rules."""
+        subprocess.run([*self._within, *line.split()], check=True)
 
     def switch_off(self) -> None:
         for terminal in self._started:
@@ -91,8 +97,14 @@ class Machine:
 
 
 @contextmanager
-def neighbours(root: Path, names: Sequence[str], environment: Mapping[str, str]) -> Iterator[list[Machine]]:
-    """Machines that reach each other: 10.0.0.1, 10.0.0.2, … in the order of their names."""
+def neighbours(
+    root: Path, names: Sequence[str], environment: Mapping[str, str], at_home: Sequence[str] = ()
+) -> Iterator[list[Machine]]:
+    """Machines that reach each other: 10.0.0.1, 10.0.0.2, … in the order of their names, and fd00::1, fd00::2, …
+
+    Each of those at home is 192.168.1.2 behind a router of its own, and that address is the router's: it can call the
+    others, and they cannot call it.
+    """
     homes = {name: root / name for name in names}
     with ExitStack() as stack:
         switch = _namespace(stack, ["ip link add switch type bridge", "ip link set switch up"])
@@ -101,16 +113,41 @@ def neighbours(root: Path, names: Sequence[str], environment: Mapping[str, str])
             home.mkdir(exist_ok=True)
             hidden = [f"mkdir -p {each} && mount -t tmpfs none {each}" for each in homes.values() if each != home]
             inside = _namespace(stack, ["ip link set lo up", *hidden])
-            for where, line in (
-                (switch, f"ip link add {name} type veth peer name eth0 netns {inside}"),
-                (switch, f"ip link set {name} master switch up"),
-                (inside, f"ip addr add 10.0.0.{number}/24 dev eth0"),
-                (inside, "ip link set eth0 up"),
-            ):
-                subprocess.run([*_entering(where), *line.split()], check=True)
+            if name in at_home:
+                router = _namespace(stack, ["ip link set lo up"])
+                _plug_in(switch, name, router, "wan", f"10.0.0.{200 + number}/24")
+                _plug_in(router, "lan", inside, "eth0", "192.168.1.2/24")
+                for line in ("ip addr add 192.168.1.1/24 dev lan", "ip link set lan up"):
+                    _run(router, line)
+                _run(inside, "ip route add default via 192.168.1.1")
+                _translate(stack, router, f"10.0.0.{number}")
+            else:
+                _plug_in(switch, name, inside, "eth0", f"10.0.0.{number}/24", f"fd00::{number}/64")
+            _run(switch, f"ip link set {name} master switch up")
             machines.append(Machine(home, environment, _entering(inside)))
             stack.callback(machines[-1].switch_off)
         yield machines
+
+
+def _plug_in(network: int, name: str, other: int, device: str, *addresses: str) -> None:
+    """A wire from one network to another, which has these addresses at its end."""
+    _run(network, f"ip link add {name} type veth peer name {device} netns {other}")
+    for address in addresses:
+        _run(other, f"ip addr add {address} dev {device}" + " nodad" * (":" in address))
+    _run(other, f"ip link set {device} up")
+
+
+def _run(inside: int, line: str) -> None:
+    subprocess.run([*_entering(inside), *line.split()], check=True)
+
+
+def _translate(stack: ExitStack, router: int, public: str) -> None:
+    program = [sys.executable, "-m", "tests.helpers.home_router", public]
+    running = subprocess.Popen([*_entering(router), *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    stack.callback(running.wait, END_S)
+    stack.callback(running.kill)
+    assert running.stdout is not None
+    assert running.stdout.readline() == b"routes\n"
 
 
 def _namespace(stack: ExitStack, lines: Sequence[str]) -> int:

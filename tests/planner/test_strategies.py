@@ -158,6 +158,19 @@ def test_missing_links_are_avoided() -> None:
     assert validate(make_plan(problem, Strategy.SKIPPIPE, quick(looks=400))) == []
 
 
+@pytest.mark.parametrize("strategy", [Strategy.DTFM_SKIP, Strategy.BEST])
+@pytest.mark.parametrize(("stages", "visited"), [(4, 3), (6, 4)])
+def test_no_two_nodes_that_only_call_out_meet(strategy: Strategy, stages: int, visited: int) -> None:
+    """Half of all nodes are such, and all slots would be taken if every lane were used."""
+    whole = random_cluster(20, 5)
+    bandwidth = whole.bandwidth_bytes_per_s.copy()
+    bandwidth[1::2, 1::2] = 0
+    cluster = replace(whole, bandwidth_bytes_per_s=bandwidth)
+    problem = Problem(cluster, Workload(TINY, sequence_tokens=16, microbatches=30, max_slots=3), stages, visited)
+    plan = make_plan(problem, strategy, counted(strategy))
+    assert validate(plan) == []
+
+
 def test_sizes_and_layers_stay_where_they_were_asked_for() -> None:
     work = Workload(replace(TINY, layers=12), sequence_tokens=16, microbatches=30, max_slots=4)
     problem = Problem(uniform_cluster(14), work, 4, 4, sizes=(5, 2, 4, 3), layers=(2, 3, 6, 1))

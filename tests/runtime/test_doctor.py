@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime.doctor import Examined, check_at_join, examine
 from skippipe.runtime.node.interfaces import JoinConfig
-from skippipe.transport.addresses import free_port, split_address
+from skippipe.transport.addresses import free_port, join_address, split_address
 from skippipe.transport.admission import NodeNeeds
 from skippipe.transport.enrolment import Finding, admission_address
 from skippipe.transport.keys import KeyFile, KeyPair
@@ -78,6 +79,17 @@ def test_a_closed_port(machine: Examined) -> None:
         taken = f"127.0.0.1:{other.getsockname()[1]}"
         assert "another machine answers there" in found(replace(machine, address=taken), "port").text
         assert f"{taken}: cannot listen there: address already in use" in wrong(replace(machine, listen=taken), "port")
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
+def test_a_port_at_addresses_of_both_kinds(machine: Examined) -> None:
+    both = found(replace(machine, listen="127.0.0.1:0,[::1]:0"), "port")
+    assert both.level == "ok"
+    assert re.search(r"reaches this machine at 127\.0\.0\.1:\d+, \[::1\]:\d+$", both.text)
+    four, six = (join_address(host, free_port(host)) for host in ("127.0.0.1", "::1"))
+    half = found(replace(machine, listen=six, address=f"{four},{six}"), "port")
+    assert half.level == "ok"
+    assert half.text.endswith(f"reaches this machine at {six} (not at {four}: nothing listens at this port)")
 
 
 def test_a_wrong_key(machine: Examined, door: Door) -> None:

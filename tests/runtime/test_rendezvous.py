@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from threading import Thread
 
 import pytest
@@ -11,11 +12,11 @@ import pytest
 from skippipe import __version__
 from skippipe.runtime import rendezvous as rendezvous_module
 from skippipe.runtime.fencing import Incarnation, stamped
-from skippipe.runtime.messages import CallBack, ControlMessage, Hello, RequestCallback, from_json, to_json
+from skippipe.runtime.messages import CallBack, ControlMessage, Heartbeat, Hello, RequestCallback, from_json, to_json
 from skippipe.runtime.node import agent
 from skippipe.runtime.node.agent import THE_COORDINATOR, node_main
 from skippipe.runtime.rendezvous import Rendezvous
-from skippipe.transport.addresses import free_port, split_address
+from skippipe.transport.addresses import free_port, join_address, split_address
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox
 
 DEADLINE_S = 20.0
@@ -147,3 +148,62 @@ def test_a_request_to_be_called_reaches_the_peer_and_only_from_one_that_can_be_c
         assert rendezvous.apart_from("n1") == []
     calls = [each for each in heard if isinstance(each, CallBack)]
     assert calls == [CallBack("n0", f"{split_address(n0.address)[0]}:4711", "56" * 32)]
+
+
+class Busy:
+    """A machine that takes connections and says nothing, for as long as the test goes on."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.setblocking(False)
+        self.address = join_address(*self._server.getsockname())
+        self.taken: list[socket.socket] = []
+
+    def take(self) -> None:
+        with suppress(BlockingIOError):
+            self.taken.append(self._server.accept()[0])
+
+    def close(self) -> None:
+        for each in (self._server, *self.taken):
+            each.close()
+
+
+def test_a_node_that_is_too_busy_for_a_handshake_is_neither_out_only_nor_called_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was declared dead while it was held up, and sends again. It is told to rejoin over one connection: another
+    attempt every second would never come to an end."""
+    monkeypatch.setattr(rendezvous_module, "REACHED_S", 0.05)
+    monkeypatch.setattr(rendezvous_module, "REJOIN_REQUEST_S", 0.01)
+    recorder, out_only = Recorder(), list[str]()
+    with (
+        closing(Mailbox(THE_COORDINATOR, None, security="none")) as coordinator,
+        closing(Mailbox("n0", None, security="none")) as node,
+        closing(Busy()) as busy,
+    ):
+        rendezvous = Rendezvous(
+            coordinator,
+            ["n0"],
+            {"n0": None},
+            host=recorder,
+            on_out_only=lambda name, _: out_only.append(name),
+            node_config={"kind": "test"},
+            timeout_s=0.3,
+        )
+        node.allow(THE_COORDINATOR, None)
+        node.connect(THE_COORDINATOR, coordinator.address, None)
+        life = Incarnation(1)
+        node.send(THE_COORDINATOR, stamped(to_json(Hello(busy.address, __version__, callback="ab" * 32)), life.stamp()))
+        deadline = time.monotonic() + DEADLINE_S
+        while len(recorder.events) < 2:
+            assert time.monotonic() < deadline, recorder.events
+            rendezvous.poll()
+            busy.take()
+        assert recorder.events == ["n0 joined", "n0 lost: no heartbeat for 0.3 s"]
+        assert out_only == []
+        for _ in range(20):
+            node.send(THE_COORDINATOR, stamped(to_json(Heartbeat("", 0.0)), life.stamp()))
+            rendezvous.poll()
+            busy.take()
+        busy.take()
+        assert len(busy.taken) == 2, "one when it joined, and one to tell it"

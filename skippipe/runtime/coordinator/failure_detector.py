@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Protocol
 
 from skippipe.cost_model import ns
-from skippipe.heartbeat import HELD_UP, IDLE, REPAIRED_ITERATION, SUSPECTED
+from skippipe.heartbeat import BUILDING, HELD_UP, IDLE, REPAIRED_ITERATION, SUSPECTED
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, CoordinatorState, EventKind
 from skippipe.runtime.coordinator.membership import Membership, MemberState
@@ -139,7 +139,11 @@ class FailureDetector:
     def _find_silent(self, now_ns: int, heartbeat_ns: int) -> None:
         since_ns = now_ns - heartbeat_ns
         for node in self._membership.silent(since_ns) if self._listening_from_ns < since_ns else ():
-            self._context.node_lost(node, f"no heartbeat for {heartbeat_ns / 1e9:g} s")
+            timeout_ns = heartbeat_ns
+            if self._membership[node].state is MemberState.BUILDING:
+                timeout_ns = round(BUILDING * heartbeat_ns)
+            if self._membership[node].last_seen_ns < now_ns - timeout_ns:
+                self._context.node_lost(node, f"no heartbeat for {timeout_ns / 1e9:g} s")
 
     def _find_stuck_builders(self, now_ns: int) -> None:
         membership, ready_s = self._membership, self._deadlines.ready.total_seconds()

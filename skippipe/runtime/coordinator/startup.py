@@ -130,11 +130,22 @@ class Startup:
             return
         self.context.enter(CoordinatorState.PREPARING)
         self.replanner.begin(self.commits.current.number)
-        for index, stage in enumerate(self.replanner.plan.stages):
-            origin = self.recovery.from_checkpoint(index) if self.resumed else None
+        for stage in self.replanner.plan.stages:
             for node in stage.nodes:
-                self.membership[node].state, self.membership[node].stage = MemberState.BUILDING, index
-                self.env.send_welcome(node, self.replanner.plan, origin, self.membership.assign(node))
+                self._build(node)
+
+    def rejoined(self, node: int) -> None:
+        """A node that was lost is back while others still build: it builds its stage like them. One without a stage may
+        get one later."""
+        if node in self.replanner.plan.stage_of:
+            self._build(node)
+
+    def _build(self, node: int) -> None:
+        plan = self.replanner.plan
+        stage = plan.stage_of[node]
+        self.membership[node].state, self.membership[node].stage = MemberState.BUILDING, stage
+        origin = self.recovery.from_checkpoint(stage) if self.resumed else None
+        self.env.send_welcome(node, plan, origin, self.membership.assign(node))
 
     def _lacks_relay(self) -> bool:
         """Do nodes of the plan need a relay that may still come?"""

@@ -247,6 +247,9 @@ class Coordinator:
         self.membership.add(node, MemberState.SPARE, -1, self.env.now_ns())
         if starting:
             self._startup.joined(node, hello)
+        elif self.state is CoordinatorState.PREPARING:
+            self.log_event("joined", "is here", node)
+            self._startup.rejoined(node)
         elif self.state in (CoordinatorState.TRAINING, CoordinatorState.VALIDATING, CoordinatorState.PAUSED):
             self.log_event("joined", "is here", node)
             self._replanner.place(node, self.iteration)

@@ -18,7 +18,6 @@ import re
 import secrets
 import time
 from collections import Counter, deque
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,7 @@ class NodeAgent:
         """For streams to the coordinator; another one with every hello."""
         self._calls_out = False
         """The coordinator has not reached this node at its address before."""
-        self._addresses = cycle(join_config.coordinator.split(","))
+        self._coordinator = join_config.coordinator
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {COORDINATOR: THE_COORDINATOR}
         self._uplink: LinkEmulator | UploadPacer | None = None
@@ -221,7 +220,9 @@ class NodeAgent:
     # Joining
 
     def _connect_to_coordinator(self) -> None:
-        self._coordinator = next(self._addresses)
+        """All its addresses are tried side by side; each time another one has a head start."""
+        first, *others = self._coordinator.split(",")
+        self._coordinator = ",".join([*others, first])
         self._mailbox.connect(THE_COORDINATOR, self._coordinator, self._join_config.coordinator_public)
         self._retry_at = time.monotonic() + RETRY_S
 

@@ -163,13 +163,13 @@ class JoinConfig:
 
     name: str
     coordinator: str
-    """host:port; several, with commas between them, if the coordinator may come back elsewhere."""
+    """host:port; several, with commas between them, of both kinds or if the coordinator may come back elsewhere."""
     keys: KeyPair | None = None
     coordinator_public: str | None = None
     security: Security = "curve"
     listen: str = "127.0.0.1:0"
     address: str | None = None
-    """The address at which other nodes reach this one; none: the one it listens on."""
+    """The addresses at which other nodes reach this one, with commas; none: those that it listens on."""
     data_folder: Path | None = None
     """The folder of the data on this machine; none: the same path as on the coordinator's."""
     checkpoint: Path | None = None

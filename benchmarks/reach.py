@@ -1,0 +1,263 @@
+"""What nodes that can only call out cost: half of 20 nodes, beside the same cluster with all of them reachable.
+
+    python -m benchmarks.reach start [--nodes 20] [--cluster published20] [--load 0]
+    python -m benchmarks.reach iteration [--iterations 12] [--time 0.1] [--rounds 1]
+    python -m benchmarks.reach serving [--prompts 16]
+
+Nodes are processes on this machine, forked from this one, and every second one is out only: it listens nowhere, or
+(`start`) announces an address at which nobody answers, which the coordinator has to find out.
+
+`start` takes the time until all nodes are at work, and the first iteration is done; with `--load`, so many other
+processes compute meanwhile.
+`iteration` takes the median time of an iteration, the first left out, over links that are as slow as the cluster file
+says, scaled by `--time`; the plan for half out only does without links between two of those. `serving` compares
+answers, with two nodes to a stage. All end with status 1 if the goal was missed: 30 s, a ratio of 1.05, the same
+answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import httpx2
+
+from benchmarks.serving import BEGINNINGS, TOKEN, random_model
+from skippipe.cluster import Cluster
+from skippipe.launch.launcher import join_config
+from skippipe.launch.local import LocalLauncher
+from skippipe.planner.problem_spec import cluster_named
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
+from skippipe.runtime.train_role import ROLES
+from skippipe.training.build_run import build_run
+from skippipe.training.job_config import BatchConfig, DataConfig, EmulationConfig, JobConfig, PipelineConfig
+from skippipe.transport.addresses import OUT_ONLY, free_port
+from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from tests.helpers.serve_process import Command, Server
+
+AT_WORK_S, RATIO = 30.0, 1.05
+STAGES = 4  # of the model that is served; nodes get them in turn
+
+
+class MixedLauncher(LocalLauncher):
+    """Nodes on this machine, some of which are out only: they say so, or it is found out."""
+
+    def __init__(self, names: Collection[str], logs: Path, out_only: Collection[str], *, say_so: bool) -> None:
+        super().__init__(list(names), ROLES, logs)
+        self._out_only = out_only
+        self._say_so = say_so
+
+    def start(self, address: str) -> None:  # type: ignore[override]
+        for name, keys in self._node_keys.items():
+            config = join_config(name, address, self.keys, keys)
+            if name in self._out_only:
+                config |= {"listen": OUT_ONLY} if self._say_so else {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
+            self._join_configs[name] = config
+            self.pool.start(name, config)
+
+
+@dataclass
+class Taken(Callback):
+    began: float = field(default_factory=time.monotonic)
+    at_work_s: float = 0.0
+    """From the start until all nodes have been at work: when the first iteration is done."""
+    seconds: list[float] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def iteration_done(self, report: IterationReport) -> None:
+        if not self.seconds:
+            self.at_work_s = time.monotonic() - self.began
+        self.seconds.append(report.seconds)
+
+    def happened(self, event: Event) -> None:
+        self.events.append(event)
+
+
+def every_second(cluster: Cluster) -> list[str]:
+    return [node.name for node in cluster.nodes[1::2]]
+
+
+def without_links(cluster: Cluster, out_only: Collection[str]) -> Cluster:
+    """The same links, but for those between two nodes that are out only."""
+    bandwidth = cluster.bandwidth_bytes_per_s.copy()
+    apart = [number for number, node in enumerate(cluster.nodes) if node.name in out_only]
+    for one in apart:
+        for other in apart:
+            bandwidth[one, other] = 0.0
+    return replace(cluster, bandwidth_bytes_per_s=bandwidth)
+
+
+def trained(
+    cluster: Cluster,
+    folder: Path,
+    out_only: Collection[str],
+    asked: argparse.Namespace,
+    *,
+    say_so: bool,
+    scale: float = 0.0,
+) -> tuple[Taken, float]:
+    """What a run took, and what its plan had promised."""
+    folder.mkdir(parents=True)
+    without_links(cluster, out_only).save(folder / "cluster.json")
+    job = JobConfig(
+        cluster=str(folder / "cluster.json"),
+        output=str(folder / "run"),
+        iterations=asked.iterations,
+        data=DataConfig(vocabulary=512),
+        batch=BatchConfig(sequence=64, samples=2),
+        pipeline=PipelineConfig(stages=6, skip="1/3", budget_s=asked.budget),
+        emulation=EmulationConfig(enabled=True, time=scale) if scale else EmulationConfig(),
+    )
+    setup = build_run(job)
+    assert setup.plan.expected is not None
+    taken = Taken()
+    setup.run.launch(MixedLauncher(setup.run.names, folder / "logs", out_only, say_so=say_so), taken)
+    return taken, setup.plan.expected.iteration_s
+
+
+# Until all are at work
+
+
+@contextmanager
+def load(count: int) -> Iterator[None]:
+    """Other processes that compute all the time."""
+    context = multiprocessing.get_context("fork")
+    busy = [context.Process(target=_compute, daemon=True) for _ in range(count)]
+    for each in busy:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in busy:
+            each.kill()
+            each.join()
+
+
+def _compute() -> None:
+    while True:
+        sum(range(10**6))
+
+
+def start(asked: argparse.Namespace) -> int:
+    cluster, _ = cluster_named(asked.cluster)
+    half = every_second(cluster)
+    worst_s = 0.0
+    print(f"{'out only':<28} {'at work':>9} {'declared dead':>14}")
+    with tempfile.TemporaryDirectory(prefix="reach") as name, load(asked.load):
+        cases: tuple[tuple[str, list[str], bool], ...] = (
+            ("none", [], True),
+            ("half, and they say so", half, True),
+            ("half, and it is found out", half, False),
+        )
+        for number, (what, out_only, say_so) in enumerate(cases):
+            taken, _ = trained(cluster, Path(name) / str(number), out_only, asked, say_so=say_so)
+            gone = [event for event in taken.events if event.kind == "gone"]
+            print(f"{what:<28} {taken.at_work_s:>7.1f} s {len(gone):>14}", flush=True)
+            for event in gone:
+                print(f"    {event.node}: {event.text}", flush=True)
+            worst_s = max(worst_s, taken.at_work_s)
+    return worst_s > AT_WORK_S
+
+
+# An iteration
+
+
+def iteration(asked: argparse.Namespace) -> int:
+    cluster, _ = cluster_named(asked.cluster)
+    half = every_second(cluster)
+    seconds: dict[str, list[float]] = {"all reachable": [], "half out only": []}
+    promised = {}
+    with tempfile.TemporaryDirectory(prefix="reach") as name:
+        for number in range(asked.rounds):
+            for what, out_only in (("all reachable", []), ("half out only", half)):
+                folder = Path(name) / f"{what} {number}"
+                taken, promised[what] = trained(cluster, folder, out_only, asked, say_so=True, scale=asked.time)
+                seconds[what] += taken.seconds[1:]
+    print(f"{'':<15} {'promised':>9} {'measured':>9}   spread")
+    for what, all_s in seconds.items():
+        print(f"{what:<15} {promised[what]:>7.3f} s {median(all_s):>7.3f} s   {min(all_s):.3f} … {max(all_s):.3f}")
+    reachable, mixed = seconds
+    ratio = median(seconds[mixed]) / median(seconds[reachable])
+    print(f"half out only / all reachable: {promised[mixed] / promised[reachable]:.3f} promised, {ratio:.3f} measured")
+    return ratio > RATIO
+
+
+# Answers
+
+
+def answers(folder: Path, place: Path, prompts: int, *, out_only: bool) -> list[str]:
+    """Of a server with two nodes to a stage, all of every second stage out only: no answer can do without them."""
+    names = [f"n{number}" for number in range(2 * STAGES)]
+    own, pairs = KeyPair.new(), {name: KeyPair.new() for name in names}
+    KeyFile("coordinator", own).save(place / "keys" / "coordinator.key")
+    PeerList({name: pair.public for name, pair in pairs.items()}).save(place / "keys" / "peers.json")
+    (place / "token").write_text(TOKEN)
+    (place / "token").chmod(0o600)
+    at = f"127.0.0.1:{free_port('127.0.0.1')}"
+    server = Server(
+        folder, "--port", 0, "--keys", place / "keys", "--listen", at, "--token-file", place / "token", "--cut", STAGES
+    )
+    nodes = []
+    try:
+        for number, name in enumerate(names):
+            KeyFile(name, pairs[name], own.public).save(place / f"{name}.key")
+            listens = ("--listen", "none") if out_only and number % 2 else ()
+            nodes.append(Command("node", "--join", at, "--key", place / f"{name}.key", *listens))
+        for name in names:
+            server.back(name, 1)
+        asked = {"model": folder.name, "max_tokens": 24, "temperature": 0}
+        with httpx2.Client(base_url=server.address, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60.0) as ask:
+            return [
+                str(ask.post("/v1/completions", json={**asked, "prompt": f"{number} {begin}"}).json()["choices"])
+                for number, begin in ((each, BEGINNINGS[each % len(BEGINNINGS)]) for each in range(prompts))
+            ]
+    finally:
+        for command in (server, *nodes):
+            command.end(signal.SIGTERM)
+
+
+def serving(asked: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="reach") as name:
+        folder = Path(name) / "small"
+        random_model(folder)
+        found = [answers(folder, Path(name) / str(each), asked.prompts, out_only=each) for each in (False, True)]
+    same = sum(one == other for one, other in zip(*found, strict=True))
+    print(f"half of {2 * STAGES} nodes out only: {same} of {asked.prompts} answers are those of all reachable nodes")
+    return int(same < asked.prompts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(required=True)
+    for name, run, iterations in (("start", start, 2), ("iteration", iteration, 12)):
+        each = kinds.add_parser(name)
+        each.add_argument("--cluster", default="published20")
+        each.add_argument("--iterations", type=int, default=iterations)
+        each.add_argument("--budget", type=float, default=10.0)
+        each.set_defaults(run=run)
+        if name == "start":
+            each.add_argument("--load", type=int, default=0)
+        else:
+            each.add_argument("--time", type=float, default=0.1)
+            each.add_argument("--rounds", type=int, default=1)
+    each = kinds.add_parser("serving")
+    each.add_argument("--prompts", type=int, default=16)
+    each.set_defaults(run=serving)
+    asked = parser.parse_args()
+    return int(asked.run(asked))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
