@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_number, json_text, read_as, write_text
-from skippipe.value_ranges import NODES, POSITIVE, Range, check_ranges, range_of
+from skippipe.value_ranges import DEVICES, NODES, POSITIVE, Range, check_ranges, range_of
 
 FORMAT = "skippipe-cluster"
 VERSION = 3
@@ -54,7 +54,7 @@ class Node:
     """What all its links together carry from it, such as an access line's upload; None: no limit but the links'."""
     download_bytes_per_s: Annotated[float | None, Range(1, 10**18)] = None
     """The same towards it."""
-    devices: Annotated[int, Range(1, 1024)] = 1
+    devices: Annotated[int, DEVICES] = 1
     """Devices of the node, all alike."""
     device_mode: DeviceMode | None = None
     """How they work on a stage; None: as replicas if one of them can hold the stage, else sharded."""

@@ -6,7 +6,7 @@ the same time, and another program that follows docs/formats.md gets the very sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -152,8 +152,8 @@ def room_of(node: Node, workload: Workload, stage: int, layers: int) -> Room:
     slots = workload.slots(node.memory_bytes, stage, layers)
     if node.devices == 1 or device_mode(node, workload, stage, layers) is DeviceMode.REPLICAS:
         return Room(node.devices * slots, node.devices)
-    each = device_layers(node, workload, stage, layers)
-    return Room(_sharded_slots(node, workload, stage, each), 1)
+    parts = _parts(stage, device_layers(workload, stage, layers, node.devices))
+    return Room(min(workload.slots(node.memory_bytes, *part) for part in parts), 1)
 
 
 def device_mode(node: Node, workload: Workload, stage: int, layers: int) -> DeviceMode:
@@ -164,14 +164,23 @@ def device_mode(node: Node, workload: Workload, stage: int, layers: int) -> Devi
     return DeviceMode.REPLICAS if fits else DeviceMode.SHARDED
 
 
-def device_layers(node: Node, workload: Workload, stage: int, layers: int) -> tuple[int, ...]:
+def device_layers(workload: Workload, stage: int, layers: int, devices: int) -> tuple[int, ...]:
     """Layers of each device of a node that shards the stage, as even as can be, where later ones take what is left
-    over. What stage 0 has beside its layers is on the first device, which has as many layers as leave most slots."""
-    even = _even(layers, node.devices)
-    if stage > 0 or node.devices == 1:
+    over. What stage 0 has beside its layers is on the first device: that has fewer layers, if that takes less memory
+    on the fullest device."""
+    even = _even(layers, devices)
+    if stage > 0 or devices == 1:
         return even
-    choices = [(first, *_even(layers - first, node.devices - 1)) for first in range(even[0], -1, -1)]
-    return max(choices, key=lambda each: _sharded_slots(node, workload, stage, each))
+    choices = [(first, *_even(layers - first, devices - 1)) for first in range(even[0], -1, -1)]
+    return min(choices, key=lambda each: _needed_bytes(workload, _parts(stage, each), 1))
+
+
+def device_bytes(node: Node, workload: Workload, stage: int, layers: int, slots: int) -> int:
+    """Memory of each device with which each of the node's workers has so many slots."""
+    parts = {(stage, layers)}
+    if node.devices > 1 and device_mode(node, workload, stage, layers) is DeviceMode.SHARDED:
+        parts = _parts(stage, device_layers(workload, stage, layers, node.devices))
+    return _needed_bytes(workload, parts, slots)
 
 
 def _even(layers: int, devices: int) -> tuple[int, ...]:
@@ -179,10 +188,15 @@ def _even(layers: int, devices: int) -> tuple[int, ...]:
     return tuple(each + (device >= devices - extra) for device in range(devices))
 
 
-def _sharded_slots(node: Node, workload: Workload, stage: int, layers: tuple[int, ...]) -> int:
-    """Slots of the fullest device; those after the first hold layers alone, as a stage other than 0 does."""
-    parts = {(stage, layers[0]), *((max(stage, 1), each) for each in layers[1:] if each)}
-    return min(workload.slots(node.memory_bytes, *part) for part in parts)
+def _parts(stage: int, layers: tuple[int, ...]) -> set[tuple[int, int]]:
+    """What devices hold, as stages and their layers: those after the first have layers alone, as stages other than 0
+    do."""
+    return {(stage, layers[0]), *((max(stage, 1), each) for each in layers[1:] if each)}
+
+
+def _needed_bytes(workload: Workload, parts: Iterable[tuple[int, int]], slots: int) -> int:
+    """Memory of a device that could hold any of the parts, with so many slots."""
+    return max(workload.fixed_bytes(*part) + slots * workload.held_bytes(part[1]) for part in parts)
 
 
 def _links(cluster: Cluster, workload: Workload) -> dict[str, Any]:

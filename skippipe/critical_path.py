@@ -144,7 +144,7 @@ class _Walk:
         self.task = {(task.lane, task.microbatch, task.step): task for task in timeline.tasks}
         self.on_worker: dict[tuple[int, int], list[Task]] = {}
         for task in timeline.tasks:  # in the order of their start
-            self.on_worker.setdefault((task.node, task.worker), []).append(task)
+            self.on_worker.setdefault((task.node, task.device), []).append(task)
         self.position = {task: at for mine in self.on_worker.values() for at, task in enumerate(mine)}
         self.held = {task: held for mine in self.on_worker.values() for task, held in self._held(mine)}
         self.slots = {use.node: use.slots // use.workers for use in timeline.nodes}
@@ -217,11 +217,11 @@ class _Walk:
         if not is_weights(task.step, self._length(task)):  # no task waits for those, nor do they collide
             for cause, since_ns in self._waited(task):
                 self._wait(cause, since_ns)
-        return self.on_worker[task.node, task.worker][self.position[task] - 1]
+        return self.on_worker[task.node, task.device][self.position[task] - 1]
 
     def _waited(self, task: Task) -> Iterator[tuple[Cause, int]]:
         """What a ready task waited for, and since when, going back."""
-        mine = self.on_worker[task.node, task.worker]
+        mine = self.on_worker[task.node, task.device]
         at, until_ns = self.position[task] - 1, task.start_ns
         while until_ns > task.ready_ns:
             running = mine[at] if at >= 0 else None

@@ -59,7 +59,7 @@ def run_iteration(
     link_free_ns: Ints,  # out: [from, to] end of its last transmission, if queued
     upload_free_ns: Ints,  # out: [node], as is the next
     download_free_ns: Ints,
-    record: Ints,  # out: [task, (ready, start, end, worker)]; no rows: do not record
+    record: Ints,  # out: [task, (ready, start, end, worker of the node)]; no rows: do not record
 ) -> tuple[int, int]:
     """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late."""
     lanes = len(lengths)

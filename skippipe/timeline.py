@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from skippipe.cost_model import ns, seconds
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_integer, as_number
-from skippipe.value_ranges import CENTURY_S
+from skippipe.value_ranges import CENTURY_S, DEVICES
 
 
 class Timing(StrEnum):
@@ -37,8 +37,8 @@ class Task(NamedTuple):
     ready_ns: int
     start_ns: int
     end_ns: int
-    worker: int = 0
-    """Which of the node's workers runs it (see `dispatch`)."""
+    device: int = 0
+    """Which of the node's devices runs it; 0 where the stage is sharded over them."""
 
 
 NODE_TIMES = ("forward_s", "backward_s", "weight_s", "head_s", "optimizer_s", "busy_s", "collision_s")
@@ -135,12 +135,12 @@ class Timeline:
                 for use in self.nodes
             ],
             "links": [[names[use.sender], names[use.receiver], use.sent_bytes] for use in self.links],
-            "task_columns": [*TASK_COLUMNS, *(["worker"] * side_by_side)],
+            "task_columns": [*TASK_COLUMNS, *(["device"] * side_by_side)],
             "tasks": [
                 [
                     *(task.lane, task.microbatch, task.step, names[task.node]),
                     *(seconds(task.ready_ns), seconds(task.start_ns), seconds(task.end_ns)),
-                    *([task.worker] * side_by_side),
+                    *([task.device] * side_by_side),
                 ]
                 for task in self.tasks
             ],
@@ -178,7 +178,7 @@ class Timeline:
                     node(use.take("name"), use.at("name")),
                     use.integer("stage"),
                     use.integer("slots"),
-                    use.integer("workers") if use.mentions("workers") else 1,
+                    use.integer("workers", DEVICES) if use.mentions("workers") else 1,
                     *(
                         time(0 if name == "weight_s" and not use.mentions(name) else use.take(name), use.at(name))
                         for name in NODE_TIMES
@@ -192,7 +192,7 @@ class Timeline:
             sender, receiver, sent = row(entry, at, 3)
             links.append(LinkUse(node(sender, at), node(receiver, at), as_integer(sent, at)))
         columns = fields.items("task_columns")
-        expected = [*TASK_COLUMNS, *(["worker"] * any(use.workers > 1 for use in nodes))]
+        expected = [*TASK_COLUMNS, *(["device"] * any(use.workers > 1 for use in nodes))]
         if columns != expected:
             raise UserError(f"{fields.at('task_columns')}: expected {expected}")
         tasks = []
@@ -200,8 +200,8 @@ class Timeline:
             at = f"{fields.at('tasks')}[{index}]"
             lane, microbatch, step, name, *times = row(entry, at, len(columns))
             whole = (as_integer(lane, at), as_integer(microbatch, at), as_integer(step, at))
-            worker = as_integer(times.pop(), at) if len(times) > len(TIME_COLUMNS) else 0
-            tasks.append(Task(*whole, node(name, at), *(time(each, at) for each in times), worker))
+            device = as_integer(times.pop(), at) if len(times) > len(TIME_COLUMNS) else 0
+            tasks.append(Task(*whole, node(name, at), *(time(each, at) for each in times), device))
         fields.close()
         return cls(timing, iteration_ns, last_ns, tuple(averaging), tuple(nodes), tuple(links), tuple(tasks))
 

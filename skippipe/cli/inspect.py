@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from skippipe.cli.options import ClusterName, ContentionOnly, Json, Overwrite, T
 from skippipe.errors import UserError
 from skippipe.json_fields import check_output
 from skippipe.terminal import interruptible, plan_progress, print_table
-from skippipe.value_ranges import DRAWS, MICROBATCHES, SEED, Range
+from skippipe.value_ranges import DEVICES, DRAWS, MICROBATCHES, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.bottlenecks import Bottleneck
@@ -31,6 +32,9 @@ SHOWN = 6  # causes, the largest
 
 def cluster(
     name: ClusterName,
+    devices: Annotated[
+        int | None, DEVICES, typer.Option(help="Give every node so many devices, each as fast and large as it is.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it as a cluster file.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -44,6 +48,8 @@ def cluster(
     if output:
         check_output(output, Path(name), overwrite=overwrite)
     found, _ = cluster_named(name)
+    if devices is not None:
+        found = replace(found, nodes=tuple(replace(node, devices=devices) for node in found.nodes))
     if output:
         found.save(output)
     if as_json:

@@ -370,13 +370,13 @@ class PathSearch:
         each = all_steps(self.problem.visited, self.problem.split_backward)
         record = np.empty((len(rows) * each, 4), np.int64)
         self.costs.run_iteration(rows, lengths, np.ones(len(rows), np.int64), record)
-        tasks_on: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # by node and worker
-        for task, (ready, start, end, worker) in enumerate(record.tolist()):
+        tasks_on: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # by node and device
+        for task, (ready, start, end, device) in enumerate(record.tolist()):
             lane, step = divmod(task, each)
             position = place(step, self.problem.visited)
             # no lane can keep away from its data node, and none waits for weight gradients
             if position > 0 and not is_weights(step, self.problem.visited):
-                mine = tasks_on.setdefault((paths[lane][position], worker), [])
+                mine = tasks_on.setdefault((paths[lane][position], device), [])
                 mine.append((start, end, ready, self.agent_of[lane]))
         longest, found = 0, None
         for (node, _), tasks in tasks_on.items():

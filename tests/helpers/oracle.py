@@ -325,7 +325,7 @@ def simulate(plan: Json, timing: str) -> Json:
         first = {"name": name, "stage": node.stage, "slots": node.slots} | several
         return first | {f"{k}_s": v / 1e9 for k, v in times.items()}
 
-    worker = ["worker"] * any(node.workers > 1 for node in cost.nodes.values())
+    device = ["device"] * any(node.workers > 1 for node in cost.nodes.values())
 
     return {
         "timing": timing,
@@ -334,10 +334,10 @@ def simulate(plan: Json, timing: str) -> Json:
         "averaging_s": [[start / 1e9, end / 1e9] for start, end in averaging],
         "nodes": [node_json(name, node) for name, node in cost.nodes.items()],
         "links": [[*link, sent[link]] for link in cost.flight if link in sent],
-        "task_columns": ["lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s", *worker],
+        "task_columns": ["lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s", *device],
         "tasks": [
             [task.lane, task.microbatch, task.step, task.node, task.ready / 1e9, task.start / 1e9, task.end / 1e9]
-            + [task.worker] * len(worker)
+            + [task.worker] * len(device)
             for task in sorted(tasks, key=lambda task: (task.start, task.lane, task.microbatch, task.step))
         ],
     }

@@ -85,13 +85,15 @@ def costs(plan: Json) -> Costs:
         def evenly(layers: int, count: int) -> list[int]:
             return [layers // count + (at >= count - layers % count) for at in range(count)]
 
-        firsts = range(layers // count + 1) if stage == 0 else [evenly(layers, count)[0]]
-        ways = [(first, evenly(layers - first, count - 1)) for first in firsts]
-        rooms = [
-            min(room(node, stage, first), *(room(node, stage or 1, each) for each in others if each))
-            for first, others in ways
-        ]
-        return max(rooms), 1
+        def parts(first: int) -> list[tuple[int, int]]:
+            """Of every device, the stage that it counts as and its layers."""
+            return [(stage, first), *((stage or 1, each) for each in evenly(layers - first, count - 1) if each)]
+
+        firsts = range(layers // count + 1) if stage == 0 else [layers // count]
+        least = min(
+            firsts, key=lambda first: (max(fixed_by(*part) + held_by(part[1]) for part in parts(first)), -first)
+        )
+        return min(room(node, *part) for part in parts(least)), 1
 
     trained = [trained_by(index, stage["layers"]) for index, stage in enumerate(stages)]
 
