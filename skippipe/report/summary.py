@@ -124,8 +124,7 @@ class Table:
 
 def _slots_text(plan: Plan, node: int) -> str:
     """Its slots, and how several devices share in them: each has so many, or all together."""
-    slots, devices = plan.slots[node], plan.cluster.nodes[node].devices
-    workers = int(plan.costs.workers[plan.stage_of[node], node])
+    slots, workers, devices = plan.slots[node], plan.workers[node], plan.cluster.nodes[node].devices
     if devices == 1:
         return str(slots)
     return f"{workers} × {slots // workers}" if workers > 1 else f"{slots} on {devices}"
