@@ -406,7 +406,7 @@ def _add(
             busy_s[bar.row] += bar.end_s - bar.start_s
             collision_s[bar.row] += bar.waited_s
     for (_, name), *times in zip(recorded.rows, busy_s, collision_s, strict=True):
-        utilization.setdefault(name, []).append(Utilization(iteration_s, *times))
+        utilization.setdefault(records.DEVICE.sub("", name), []).append(Utilization(iteration_s, *times))
 
 
 def _means(utilization: dict[str, list[Utilization]]) -> dict[str, Utilization]:
@@ -419,7 +419,7 @@ def _promised(plan: Plan) -> dict[str, Utilization]:
         return {}
     return {
         plan.cluster.nodes[use.node].name: Utilization(
-            expected.iteration_s, seconds(use.busy_ns), seconds(use.collision_ns)
+            expected.iteration_s, seconds(use.worker_busy_ns), seconds(use.collision_ns)
         )
         for use in expected.nodes
     }

@@ -81,6 +81,7 @@ ARGUMENTS = {
 
 OPTIONS: dict[str, dict[str, str | With]] = {
     "cluster": {
+        "--devices": "2",
         "--output": "c.json",
         "--relay": "9",
         "--relayed": With("belgium-0,canada-0", "--relay 9"),
