@@ -66,14 +66,19 @@ class CostModel:
     download_bytes_per_s: Floats
     hop_bytes: Ints
     """[pass, from, to]: bytes of a hop's message."""
-    gradient_bytes: tuple[int, ...]
-    """[stage]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
+    gradient_rounds: tuple[tuple[int, ...], ...]
+    """[stage][round]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
     collective: Collective
     """How the nodes of a stage average."""
 
     @property
     def nodes(self) -> int:
         return len(self.head_ns)
+
+    @cached_property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        """[stage]: those of all rounds."""
+        return tuple(map(sum, self.gradient_rounds))
 
     @property
     def input_ns(self) -> Ints:
@@ -129,7 +134,7 @@ def cost_model_of(
             [[workload.slots(node.memory_bytes, stage, k) for node in cluster.nodes] for stage, k in enumerate(layers)],
             dtype=np.int64,
         ),
-        gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
+        gradient_rounds=tuple(workload.gradient_rounds(stage, k) for stage, k in enumerate(layers)),
         collective=collective_named(workload.collective),
         **links,
     )

@@ -13,7 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from skippipe.codecs import CODECS, gradient_codec
+from skippipe.codecs import CODECS, GRADIENTS, LOW_RANK, gradient_codec
+from skippipe.codecs.low_rank import Matrices
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.optim import DEFAULT, OPTIMIZERS
@@ -75,6 +76,25 @@ class ModelShape:
             + 3 * self.hidden * self.intermediate * self.experts
             + router
             + 2 * self.hidden  # norms
+        )
+
+    @property
+    def layer_matrices(self) -> tuple[Matrices, ...]:
+        """The weights of a layer that are matrices: attention, then the feed-forward block, or experts and router."""
+        d, width, queries, keys = (
+            self.hidden,
+            self.intermediate,
+            self.heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+        )
+        attention = Matrices(1, queries, d), Matrices(2, keys, d), Matrices(1, d, queries)
+        if self.experts == 1:
+            return (*attention, Matrices(2, width, d), Matrices(1, d, width))
+        return (
+            *attention,
+            Matrices(self.experts, 2 * width, d),
+            Matrices(self.experts, d, width),
+            Matrices(1, self.experts, d),
         )
 
     @property
@@ -217,7 +237,7 @@ class Workload:
     wire_dtype: str = "bf16"
     """Codec of activations and their gradients on a hop."""
     gradient_dtype: str = "fp32"
-    """Codec of weight gradients while they are averaged."""
+    """Codec of weight gradients while they are averaged; or `rank-16`, and so on: factors of matrices."""
     compute_dtype: str = "bf16"
     """Type of the activations a node keeps for the backward pass."""
     activation_checkpointing: bool = False
@@ -253,7 +273,7 @@ class Workload:
         check_ranges(self, "workload")
         for name, choices in (
             ("wire_dtype", tuple(CODECS)),
-            ("gradient_dtype", tuple(CODECS)),
+            ("gradient_dtype", tuple(GRADIENTS)),
             ("compute_dtype", tuple(COMPUTE_BYTES)),
             ("offload", tuple(OFFLOADS)),
         ):
@@ -264,11 +284,14 @@ class Workload:
                 f"offload: the state of the optimizer '{self.optimizer}' stays on the device; choose 'averaging', or "
                 f"one of {', '.join(name for name, each in OPTIMIZERS.items() if each.offloads)}"
             )
-        listed = [("wire_dtypes", each[2:]) for each in self.wire_dtypes] + [("gradient_dtypes", self.gradient_dtypes)]
-        for name, codecs in listed:
-            for codec in codecs:
-                if codec not in CODECS:
-                    raise UserError(f"workload.{name}: '{codec}' is none of {', '.join(CODECS)}")
+        listed = [("wire_dtypes", codec, tuple(CODECS)) for each in self.wire_dtypes for codec in each[2:]]
+        for name, codec, choices in listed + [
+            ("gradient_dtypes", each, tuple(GRADIENTS)) for each in self.gradient_dtypes
+        ]:
+            if codec not in choices:
+                raise UserError(f"workload.{name}: '{codec}' is none of {', '.join(choices)}")
+        if self.adapter_parameters and not LOW_RANK.keys().isdisjoint((self.gradient_dtype, *self.gradient_dtypes)):
+            raise UserError("workload.gradient_dtype: adapters are of low rank already; choose another codec for them")
         if len(self._dtypes_of_link) < len(self.wire_dtypes):
             raise UserError("workload.wire_dtypes: a link is named twice")
 
@@ -379,9 +402,20 @@ class Workload:
         matrices = layers * self.model.linear_parameters + (self.model.end_parameters if stage == 0 else 0)
         return STORED_BYTES * self.stage_parameters(stage, layers) - (STORED_BYTES - each) * matrices
 
+    def gradient_rounds(self, stage: int, layers: int) -> tuple[int, ...]:
+        """Bytes of the gradient that the nodes of a stage average: in one round, or of low rank in two."""
+        dtype, values = self.stage_gradient_dtype(stage), self.trained_parameters(stage, layers)
+        low_rank = LOW_RANK.get(dtype)
+        if low_rank is None:
+            return (CODECS[dtype].expected_bytes(values),)
+        matrices = [each._replace(count=layers * each.count) for each in self.model.layer_matrices]
+        if stage == 0:
+            matrices.append(Matrices(1 if self.model.tied_embeddings else 2, self.model.vocab, self.model.hidden))
+        codec = CODECS[low_rank.factors]
+        return tuple(map(codec.expected_bytes, low_rank.round_values(values, matrices)))
+
     def gradient_bytes(self, stage: int, layers: int) -> int:
-        codec = CODECS[self.stage_gradient_dtype(stage)]
-        return codec.expected_bytes(self.trained_parameters(stage, layers))
+        return sum(self.gradient_rounds(stage, layers))
 
     def optimizer_flops(self, stage: int, layers: int) -> int:
         """Operations of a stage's optimizer step."""
@@ -410,7 +444,9 @@ class Workload:
         trained = self.trained_parameters(stage, layers)
         held = 2 * STORED_BYTES * trained  # weights and gradients
         if self.offload == "none":
-            held += (2 if CODECS[self.stage_gradient_dtype(stage)].error_feedback else 1) * STORED_BYTES * trained
+            held += (2 if GRADIENTS[self.stage_gradient_dtype(stage)].error_feedback else 1) * STORED_BYTES * trained
+        if self.stage_gradient_dtype(stage) in LOW_RANK:  # factors: a node's own, their sums, and what is made of these
+            held += 3 * self.gradient_bytes(stage, layers)
         optimizer = OPTIMIZERS[self.optimizer]
         if self.offload == "optimizer":  # a piece comes or goes while another is stepped along
             pieces = HOST_BUFFERS * min(HOST_PIECE, trained)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from skippipe.codecs import LOW_RANK
 from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import ANSWER, BEGINS, BatchSampler, ConversationSampler
 from skippipe.model.flat_params import FlatParams
@@ -24,6 +25,7 @@ from skippipe.plan import Lane, Plan
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import simulate
+from skippipe.study.traffic import LowRankSum
 from skippipe.timeline import Timing
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.workload import LinkDtypes
@@ -58,9 +60,10 @@ def test_many_nodes_are_one_process(paths: str, layers: tuple[int, ...], split: 
     assert_exact(*plan_of(PATHS[paths], layers, split=split))
 
 
-@pytest.mark.parametrize(
-    "pieces", [(Piece(2, 3), Piece(3, 1), Piece(4, 2)), (Piece(4, 2, ((2, 3),)), Piece(2, 1, ((4, 3),)))]
-)
+WAYS = (Piece(2, 3), Piece(3, 1), Piece(4, 2)), (Piece(4, 2, ((2, 3),)), Piece(2, 1, ((4, 3),)))
+
+
+@pytest.mark.parametrize("pieces", WAYS, ids=["direct", "trees"])
 def test_every_way_to_average(pieces: tuple[Piece, ...]) -> None:
     assert_exact(*plan_of(SKIPPED, pieces=pieces))
 
@@ -161,6 +164,35 @@ def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(
     assert_replicas_alike(plan, computers)
     off = distance(weights_of(plan, computers), oracle.weights())
     assert 0 < off < share * LEARNING.rate  # where a gradient is next to nothing, Adam makes a step of a wrong sign
+
+
+class LowRankReference(ReferenceTrainer):
+    """One process that sums what low rank leaves of the gradients of replicas, as studies do."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rank = LOW_RANK[self.plan.workload.gradient_dtype].rank
+        shared = [step for step, each in zip(self.stages, self.plan.stages, strict=True) if len(each.nodes) > 1]
+        self.sums = [(LowRankSum(rank, [step.weights]), step.weights) for step in shared]
+
+    def sum_gradients(self) -> None:
+        for low_rank, weights in self.sums:
+            low_rank.add(0, [weights])
+
+
+@pytest.mark.parametrize(("family", "pieces"), [("llama", WAYS[0]), ("qwen3_moe", WAYS[1])])
+def test_low_rank(family: str, pieces: tuple[Piece, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both rounds, error feedback and the factors of the iteration before."""
+    plan, spec = plan_of(SKIPPED, family=family, gradient_dtype="rank-4", pieces=pieces)
+    exact = ReferenceTrainer(plan, spec, LEARNING, sampler_of(plan))
+    for number in range(ITERATIONS):
+        exact.iteration(number)
+    monkeypatch.setattr(exact_training, "ReferenceTrainer", LowRankReference)
+    cluster, computers, oracle, losses = trained(plan, spec)
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-5)
+    assert_replicas_alike(plan, computers)
+    off = distance(weights_of(plan, computers), oracle.weights())
+    assert off < 0.01 * distance(exact.weights(), oracle.weights())
 
 
 def test_clipping_is_by_the_norm_of_the_whole_model() -> None:

@@ -119,7 +119,7 @@ class SymbolicExecutor:
                     self._sum.clear()
                 return sound
             case BeginAveraging():
-                self._expected = set(range(len(op.schedule.shares)))
+                self._expected = set(range(op.schedule.pieces))
                 self._number_of_pieces, self._pieces = len(self._expected), {}
             case ContributePiece():
                 return self._contribute(op)
