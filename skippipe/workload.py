@@ -7,14 +7,14 @@ to average, how many bytes a node must hold. Seconds come in `cost_model`, where
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from skippipe.codecs import CODECS, GRADIENTS, LOW_RANK, gradient_codec
-from skippipe.codecs.low_rank import Matrices
+from skippipe.codecs.low_rank import decoder_matrices
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.optim import DEFAULT, OPTIMIZERS
@@ -76,25 +76,6 @@ class ModelShape:
             + 3 * self.hidden * self.intermediate * self.experts
             + router
             + 2 * self.hidden  # norms
-        )
-
-    @property
-    def layer_matrices(self) -> tuple[Matrices, ...]:
-        """The weights of a layer that are matrices: attention, then the feed-forward block, or experts and router."""
-        d, width, queries, keys = (
-            self.hidden,
-            self.intermediate,
-            self.heads * self.head_dim,
-            self.kv_heads * self.head_dim,
-        )
-        attention = Matrices(1, queries, d), Matrices(2, keys, d), Matrices(1, d, queries)
-        if self.experts == 1:
-            return (*attention, Matrices(2, width, d), Matrices(1, d, width))
-        return (
-            *attention,
-            Matrices(self.experts, 2 * width, d),
-            Matrices(self.experts, d, width),
-            Matrices(1, self.experts, d),
         )
 
     @property
@@ -271,25 +252,22 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
-        for name, choices in (
-            ("wire_dtype", tuple(CODECS)),
-            ("gradient_dtype", tuple(GRADIENTS)),
-            ("compute_dtype", tuple(COMPUTE_BYTES)),
-            ("offload", tuple(OFFLOADS)),
-        ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"workload.{name}: '{getattr(self, name)}' is none of {', '.join(choices)}")
+        said: list[tuple[str, str, Collection[str]]] = [
+            ("wire_dtype", self.wire_dtype, CODECS),
+            ("gradient_dtype", self.gradient_dtype, GRADIENTS),
+            ("compute_dtype", self.compute_dtype, COMPUTE_BYTES),
+            ("offload", self.offload, OFFLOADS),
+            *(("wire_dtypes", codec, CODECS) for each in self.wire_dtypes for codec in each[2:]),
+            *(("gradient_dtypes", codec, GRADIENTS) for codec in self.gradient_dtypes),
+        ]
+        for name, value, choices in said:
+            if value not in choices:
+                raise UserError(f"workload.{name}: '{value}' is none of {', '.join(choices)}")
         if self.offload == "optimizer" and not OPTIMIZERS[self.optimizer].offloads:
             raise UserError(
                 f"offload: the state of the optimizer '{self.optimizer}' stays on the device; choose 'averaging', or "
                 f"one of {', '.join(name for name, each in OPTIMIZERS.items() if each.offloads)}"
             )
-        listed = [("wire_dtypes", codec, tuple(CODECS)) for each in self.wire_dtypes for codec in each[2:]]
-        for name, codec, choices in listed + [
-            ("gradient_dtypes", each, tuple(GRADIENTS)) for each in self.gradient_dtypes
-        ]:
-            if codec not in choices:
-                raise UserError(f"workload.{name}: '{codec}' is none of {', '.join(choices)}")
         if self.adapter_parameters and not LOW_RANK.keys().isdisjoint((self.gradient_dtype, *self.gradient_dtypes)):
             raise UserError("workload.gradient_dtype: adapters are of low rank already; choose another codec for them")
         if len(self._dtypes_of_link) < len(self.wire_dtypes):
@@ -404,15 +382,8 @@ class Workload:
 
     def gradient_rounds(self, stage: int, layers: int) -> tuple[int, ...]:
         """Bytes of the gradient that the nodes of a stage average: in one round, or of low rank in two."""
-        dtype, values = self.stage_gradient_dtype(stage), self.trained_parameters(stage, layers)
-        low_rank = LOW_RANK.get(dtype)
-        if low_rank is None:
-            return (CODECS[dtype].expected_bytes(values),)
-        matrices = [each._replace(count=layers * each.count) for each in self.model.layer_matrices]
-        if stage == 0:
-            matrices.append(Matrices(1 if self.model.tied_embeddings else 2, self.model.vocab, self.model.hidden))
-        codec = CODECS[low_rank.factors]
-        return tuple(map(codec.expected_bytes, low_rank.round_values(values, matrices)))
+        codec, values = GRADIENTS[self.stage_gradient_dtype(stage)], self.trained_parameters(stage, layers)
+        return codec.round_bytes(values, decoder_matrices(self.model, layers, ends=stage == 0))
 
     def gradient_bytes(self, stage: int, layers: int) -> int:
         return sum(self.gradient_rounds(stage, layers))

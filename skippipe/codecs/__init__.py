@@ -8,7 +8,8 @@ when the first tensor is encoded.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from skippipe.codecs.bf16 import Bf16
@@ -57,7 +58,7 @@ CODECS: dict[str, Codec] = {
 }
 
 LOW_RANK: dict[str, LowRank] = {each.id: each for each in map(LowRank, (4, 8, 16, 32, 64))}
-GRADIENTS: dict[str, Codec | LowRank] = {**CODECS, **LOW_RANK}
+GRADIENTS: Mapping[str, Codec | LowRank] = ChainMap[str, Codec | LowRank]({**LOW_RANK}, CODECS)  # type: ignore[arg-type]
 
 if not TYPE_CHECKING:
     CodecId = Literal[tuple(CODECS)]  # what a job file or an option may say; a type checker takes any text

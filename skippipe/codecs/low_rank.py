@@ -1,6 +1,6 @@
 """Weight gradients of low rank (PowerSGD: Vogels, Karimireddy and Jaggi, 2019).
 
-Of a matrix of R × C, nodes sum factors of R × r and C × r in its place, one after the other: in two rounds of averaging.
+Of a matrix of R × C, nodes sum factors of R × r and C × r in its place, one after the other: averaging has two rounds.
 Vectors, and matrices that are no larger than their factors, are summed as they are, in the first. How many values that
 are depends on the shapes of all weights, so this is no codec of tensors: `collectives.low_rank` has what nodes compute,
 and factors are sent by a codec as any tensor is.
@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt, prod
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
+
+FACTOR_BYTES = 4  # of a value
 
 
 class Matrices(NamedTuple):
@@ -45,21 +47,52 @@ class LowRank:
         """Whether factors have fewer values than the matrix."""
         return self.rank * (each.rows + each.columns) < each.rows * each.columns
 
-    def round_values(self, values: int, matrices: Iterable[Matrices]) -> tuple[int, ...]:
-        """Values that are summed in each round, of a gradient of so many; one round if there is nothing to factor."""
+    def round_bytes(self, values: int, matrices: Iterable[Matrices]) -> tuple[int, ...]:
+        """Bytes of each round of averaging, of a gradient of so many values; one if there is nothing to factor."""
         factored = [each for each in matrices if self.factored(each)]
-        if not factored:
-            return (values,)
-        left, right, replaced = (
-            sum(each.count * size(each) for each in factored)
-            for size in (
-                lambda each: self.rank * each.rows,
-                lambda each: self.rank * each.columns,
-                lambda each: each.rows * each.columns,
-            )
-        )
-        return values - replaced + left, right
+        rest = values - sum(each.count * each.rows * each.columns for each in factored)
+        left = self.rank * sum(each.count * each.rows for each in factored)
+        right = self.rank * sum(each.count * each.columns for each in factored)
+        return tuple(FACTOR_BYTES * count for count in (rest + left, right) if count)
 
     def expected_bytes(self, values: int) -> int:
         """Bytes of one square matrix of so many values: to compare with codecs, where shapes are not known."""
-        return 4 * self.rank * 2 * isqrt(values)
+        return FACTOR_BYTES * self.rank * 2 * isqrt(values)
+
+
+class DecoderShape(Protocol):
+    """Sizes of a transformer (see `workload.ModelShape`)."""
+
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def intermediate(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def tied_embeddings(self) -> bool: ...
+    @property
+    def experts(self) -> int: ...
+
+
+def decoder_matrices(model: DecoderShape, layers: int, *, ends: bool) -> list[Matrices]:
+    """Those of so many layers, and with `ends` of embedding and head."""
+    d, width = model.hidden, model.intermediate
+    queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    found = [Matrices(1, queries, d), Matrices(2, keys, d), Matrices(1, d, queries)]
+    if model.experts == 1:
+        found += [Matrices(2, width, d), Matrices(1, d, width)]
+    else:  # gate and up of an expert are one matrix; and the router
+        found += [
+            Matrices(model.experts, 2 * width, d),
+            Matrices(model.experts, d, width),
+            Matrices(1, model.experts, d),
+        ]
+    found = [each._replace(count=layers * each.count) for each in found]
+    return [*found, Matrices(1 if model.tied_embeddings else 2, model.vocab, d)] if ends else found

@@ -7,8 +7,8 @@ is applied and what nodes keep is together what they had, whoever is lost.
 
 All replicas have the same bits, whatever they compute on: both sums are copied from one node, and what every node works
 out of them by itself, P and P·Qᵀ, is made of additions, multiplications, divisions and square roots of single numbers,
-in an order that is fixed. A library's matrix product has an order of its own on every device; it is good enough for what
-a node adds to a sum.
+in an order that is fixed. A library's matrix product has an order of its own on every device; it is good enough for
+what a node adds to a sum.
 
 Nodes need not agree on the Q that they begin with: any has a share in the choice of P, and the next Q is the same for
 all. So it is not part of a node's state: it begins with small random numbers, next to which those of nodes that have

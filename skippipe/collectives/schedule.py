@@ -7,8 +7,8 @@ carry is such a schedule: a ring has as many pieces as nodes, and each tree is a
 exchange every node is the root of pieces and all others send straight to it. On its way from one node of the tree to
 the next a message may be forwarded, unopened, by a third node, which need not hold the stage: a relay.
 
-Gradients of low rank are averaged in two rounds, by the same trees: a node contributes to the second when it has all sums
-of the first. The pieces of the second round are numbered on from those of the first.
+Gradients of low rank are averaged in two rounds, by the same trees: a node contributes to the second when it has all
+sums of the first. The pieces of the second round are numbered on from those of the first.
 
 A transfer begins when its sender has done its last task and has all that it waits for, and when the link has sent what
 was ready before; no node waits for the whole stage. Where a node's download is shared by all that comes to it, senders
@@ -270,8 +270,8 @@ class Schedule:
         return frozenset(self.forwarded.values())
 
     def bounds(self, values: int) -> list[int]:
-        """Where each piece of a round begins in so many values, and where the last one ends. Each has one value, and its
-        share of the others."""
+        """Where each piece of a round begins in so many values, and where the last one ends. Each has one value, and
+        its share of the others."""
         total, others, so_far, found = sum(self.shares), values - len(self.shares), 0, [0]
         assert others >= 0, f"{len(self.shares)} pieces of {values} values"
         for number, share in enumerate(self.shares):

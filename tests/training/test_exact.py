@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,7 +15,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from skippipe.codecs import LOW_RANK
 from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import ANSWER, BEGINS, BatchSampler, ConversationSampler
 from skippipe.model.flat_params import FlatParams
@@ -22,10 +22,12 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.plan import Lane, Plan
-from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
+from skippipe.runtime.simulation.fault_injection import kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.simulator import simulate
-from skippipe.study.traffic import LowRankSum
 from skippipe.timeline import Timing
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.workload import LinkDtypes
@@ -36,6 +38,7 @@ from tests.helpers.exact_training import (
     LEARNING,
     SKIPPED,
     SWAPPED,
+    LowRankReference,
     assert_exact,
     assert_replicas_alike,
     plan_of,
@@ -166,20 +169,6 @@ def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(
     assert 0 < off < share * LEARNING.rate  # where a gradient is next to nothing, Adam makes a step of a wrong sign
 
 
-class LowRankReference(ReferenceTrainer):
-    """One process that sums what low rank leaves of the gradients of replicas, as studies do."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rank = LOW_RANK[self.plan.workload.gradient_dtype].rank
-        shared = [step for step, each in zip(self.stages, self.plan.stages, strict=True) if len(each.nodes) > 1]
-        self.sums = [(LowRankSum(rank, [step.weights]), step.weights) for step in shared]
-
-    def sum_gradients(self) -> None:
-        for low_rank, weights in self.sums:
-            low_rank.add(0, [weights])
-
-
 @pytest.mark.parametrize(("family", "pieces"), [("llama", WAYS[0]), ("qwen3_moe", WAYS[1])])
 def test_low_rank(family: str, pieces: tuple[Piece, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Both rounds, error feedback and the factors of the iteration before."""
@@ -193,6 +182,30 @@ def test_low_rank(family: str, pieces: tuple[Piece, ...], monkeypatch: pytest.Mo
     assert_replicas_alike(plan, computers)
     off = distance(weights_of(plan, computers), oracle.weights())
     assert off < 0.01 * distance(exact.weights(), oracle.weights())
+
+
+def test_a_node_that_is_lost_in_either_round_comes_back_to_the_same_bits() -> None:
+    """With nothing kept and first factors of its own; the others have factors of the iterations before."""
+    plan, spec = plan_of(FULL, gradient_dtype="rank-4", pieces=WAYS[1])
+    cluster = VirtualCluster(
+        plan,
+        CoordinatorSettings(LEARNING, 8, recovery=RecoverySettings(planning=timedelta(0))),
+        tensors_of(plan, spec),
+        builder=lambda node, plan: tensors_of(plan, spec)[node],
+        faults=[
+            kill(node=2).at(iteration=1, during="averaging").back_after(0.1),
+            kill(node=7).at(iteration=2, during="averaging").back_after(0.1),
+        ],
+    )
+    cluster.run()
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    assert [event.node for _, event in cluster.events if event.kind == "able"] == [2, 7]
+    for stage in plan.stages:
+        one, *others = (cluster.executor_of[node] for node in stage.nodes)
+        assert isinstance(one, StageExecutor)
+        for other in others:
+            assert isinstance(other, StageExecutor)
+            assert torch.equal(one.tasks.weights.values, other.tasks.weights.values)
 
 
 def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
