@@ -30,6 +30,7 @@ from skippipe.collectives.peer_to_peer import empty_beside
 from skippipe.collectives.schedule import Schedule
 
 FIRST_SCALE = 2.0**-20  # of the first Q; later ones are as large as gradients
+DEPENDENT = 1e-10  # of a column's squared length: what is left of it without earlier ones is rounding errors
 LEAST_VALUES = 256  # of a round: every piece has one
 BLOCK_VALUES = {"cpu": 2**16, "cuda": 2**24}  # of a product at a time: what fits into a cache, or what keeps a GPU busy
 
@@ -133,10 +134,10 @@ class LowRankAverager:
         return self._sum
 
     def close(self, *, followed: bool) -> None:
-        if followed:
+        if followed and self._summed:
             for own, total in zip(self._right, self._totals(1), strict=True):
                 own.copy_(torch.where(total.any(dim=0), total, own))  # without a direction there is no way back to one
-        elif self._schedule is not None:
+        elif not followed and self._schedule is not None:
             self.remainder.zero_()  # the optimizer did not follow, or followed this node's own gradient, as a whole
         self._schedule = None
         for each in self._rounds:
@@ -186,7 +187,7 @@ class LowRankAverager:
 
 def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     """The columns of each factor made orthonormal by Gram and Schmidt, with the same bits on every device; one that
-    depends on those before it, or nearly, becomes any direction or zero."""
+    depends on those before it, or nearly, becomes zero."""
     found: dict[int, Tensor] = {}
     by_rows: dict[int, list[int]] = {}
     for number, factor in enumerate(factors):
@@ -194,10 +195,14 @@ def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
     for numbers in by_rows.values():  # those of one shape together: there are many small steps
         whole = torch.stack([factors[number] for number in numbers])
         for at in range(whole.shape[-1]):
-            one, others = whole[..., at : at + 1], whole[..., at + 1 :]
+            one, earlier = whole[..., at : at + 1], whole[..., :at]
             _divide(one, one.abs().amax(dim=1, keepdim=True))  # so that no square is too large or too small
-            _divide(one, _sum_of_rows(one * one).sqrt())
-            others.sub_(one * _sum_of_rows(one * others))
+            before = _sum_of_rows(one * one)
+            for _ in range(2 if at else 0):  # once leaves rounding errors, which may be all that is left
+                one.sub_(_sum_of_rows((earlier * _sum_of_rows(earlier * one)).mT).mT)
+            left = _sum_of_rows(one * one)
+            _divide(one, left.sqrt())
+            one.mul_(left > DEPENDENT * before)
         found.update(zip(numbers, whole, strict=True))
     return [found[number] for number in range(len(factors))]
 
