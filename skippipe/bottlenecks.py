@@ -201,7 +201,7 @@ def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
                 sends[message[1:]] += lane.microbatches * int(plan.costs.transmit_ns[message])
     if timeline.timing is Timing.FULL:
         averagings = [stage.averaging for stage in plan.stages]
-        schedule = merged(tuple(averagings))
+        schedule = merged(plan.costs, averagings)
         times = transfer_times(plan.costs, averagings, range(len(averagings)))
         took_ns = times.transmit_ns.tolist()
         for sender, receiver, taken_ns in zip(schedule.senders, schedule.receivers, took_ns, strict=True):

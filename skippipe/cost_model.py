@@ -68,14 +68,19 @@ class CostModel:
     download_bytes_per_s: Floats
     hop_bytes: Ints
     """[pass, from, to]: bytes of a hop's message."""
-    gradient_bytes: tuple[int, ...]
-    """[stage]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
+    gradient_rounds: tuple[tuple[int, ...], ...]
+    """[stage][round]: bytes of the gradient that the nodes of a stage average, as its codec expects them."""
     collective: Collective
     """How the nodes of a stage average."""
 
     @property
     def nodes(self) -> int:
         return len(self.head_ns)
+
+    @cached_property
+    def gradient_bytes(self) -> tuple[int, ...]:
+        """[stage]: those of all rounds."""
+        return tuple(map(sum, self.gradient_rounds))
 
     @property
     def input_ns(self) -> Ints:
@@ -133,7 +138,7 @@ def cost_model_of(
         head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
         slots=rooms[..., 0].copy(),
         workers=rooms[..., 1].copy(),
-        gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
+        gradient_rounds=tuple(workload.gradient_rounds(stage, k) for stage, k in enumerate(layers)),
         collective=collective_named(workload.collective),
         **links,
     )

@@ -311,7 +311,7 @@ class _Walk:
         """Go back to the task that the averaging of this stage waited for; docs/formats.md has the rule. None: a node
         without tasks."""
         averagings = [each.averaging for each in self.plan.stages]
-        schedule = merged(tuple(averagings))
+        schedule = merged(self.plan.costs, averagings)
         done = self.timeline.done_ns(len(self.plan.cluster))
         times = transfer_times(self.plan.costs, averagings, range(len(averagings)))
         transfers, arrived = self._transfers(schedule, times, done)

@@ -132,6 +132,14 @@ class Plan:
         return cost_model_of(self.cluster, self.workload, self.layers)
 
     @cached_property
+    def averagings(self) -> tuple[Averaging, ...]:
+        """How the nodes of each stage average, with as many rounds as its gradients need."""
+        return tuple(
+            stage.averaging.in_rounds(len(self.workload.gradient_rounds(index, stage.layers)))
+            for index, stage in enumerate(self.stages)
+        )
+
+    @cached_property
     def slots(self) -> dict[int, int]:
         """Node → microbatches it can hold at once, on the stage it has."""
         return {node: int(self.costs.slots[stage, node]) for node, stage in self.stage_of.items()}

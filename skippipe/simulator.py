@@ -173,7 +173,7 @@ def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Calla
 
     @cache
     def transfers() -> tuple[MergedSchedule, TransferTimes]:
-        return merged(tuple(averagings)), transfer_times(costs, averagings, range(len(averagings)))
+        return merged(costs, averagings), transfer_times(costs, averagings, range(len(averagings)))
 
     def spans(done_ns: Ints, free_ns: FreeLinks) -> Spans:
         last_ns = [max((int(done_ns[node]) for node in each.order), default=0) for each in averagings]
@@ -283,6 +283,6 @@ def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
                 sent[link] = sent.get(link, 0) + int(plan.costs.hop_bytes[message]) * lane.microbatches
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
-            for link, count in stage.averaging.link_bytes(plan.costs.gradient_bytes[index]).items():
+            for link, count in stage.averaging.link_bytes(*plan.costs.gradient_rounds[index]).items():
                 sent[link] = sent.get(link, 0) + count
     return tuple(LinkUse(a, b, count) for (a, b), count in sorted(sent.items()))

@@ -7,13 +7,14 @@ to average, how many bytes a node must hold. Seconds come in `cost_model`, where
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from skippipe.codecs import CODECS, gradient_codec
+from skippipe.codecs import CODECS, GRADIENTS, LOW_RANK, gradient_codec
+from skippipe.codecs.low_rank import decoder_matrices
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.optim import DEFAULT, OPTIMIZERS
@@ -217,7 +218,7 @@ class Workload:
     wire_dtype: str = "bf16"
     """Codec of activations and their gradients on a hop."""
     gradient_dtype: str = "fp32"
-    """Codec of weight gradients while they are averaged."""
+    """Codec of weight gradients while they are averaged; or `rank-16`, and so on: factors of matrices."""
     compute_dtype: str = "bf16"
     """Type of the activations a node keeps for the backward pass."""
     activation_checkpointing: bool = False
@@ -251,24 +252,24 @@ class Workload:
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
-        for name, choices in (
-            ("wire_dtype", tuple(CODECS)),
-            ("gradient_dtype", tuple(CODECS)),
-            ("compute_dtype", tuple(COMPUTE_BYTES)),
-            ("offload", tuple(OFFLOADS)),
-        ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"workload.{name}: '{getattr(self, name)}' is none of {', '.join(choices)}")
+        said: list[tuple[str, str, Collection[str]]] = [
+            ("wire_dtype", self.wire_dtype, CODECS),
+            ("gradient_dtype", self.gradient_dtype, GRADIENTS),
+            ("compute_dtype", self.compute_dtype, COMPUTE_BYTES),
+            ("offload", self.offload, OFFLOADS),
+            *(("wire_dtypes", codec, CODECS) for each in self.wire_dtypes for codec in each[2:]),
+            *(("gradient_dtypes", codec, GRADIENTS) for codec in self.gradient_dtypes),
+        ]
+        for name, value, choices in said:
+            if value not in choices:
+                raise UserError(f"workload.{name}: '{value}' is none of {', '.join(choices)}")
         if self.offload == "optimizer" and not OPTIMIZERS[self.optimizer].offloads:
             raise UserError(
                 f"offload: the state of the optimizer '{self.optimizer}' stays on the device; choose 'averaging', or "
                 f"one of {', '.join(name for name, each in OPTIMIZERS.items() if each.offloads)}"
             )
-        listed = [("wire_dtypes", each[2:]) for each in self.wire_dtypes] + [("gradient_dtypes", self.gradient_dtypes)]
-        for name, codecs in listed:
-            for codec in codecs:
-                if codec not in CODECS:
-                    raise UserError(f"workload.{name}: '{codec}' is none of {', '.join(CODECS)}")
+        if self.adapter_parameters and not LOW_RANK.keys().isdisjoint((self.gradient_dtype, *self.gradient_dtypes)):
+            raise UserError("workload.gradient_dtype: adapters are of low rank already; choose another codec for them")
         if len(self._dtypes_of_link) < len(self.wire_dtypes):
             raise UserError("workload.wire_dtypes: a link is named twice")
 
@@ -379,9 +380,13 @@ class Workload:
         matrices = layers * self.model.linear_parameters + (self.model.end_parameters if stage == 0 else 0)
         return STORED_BYTES * self.stage_parameters(stage, layers) - (STORED_BYTES - each) * matrices
 
+    def gradient_rounds(self, stage: int, layers: int) -> tuple[int, ...]:
+        """Bytes of the gradient that the nodes of a stage average: in one round, or of low rank in two."""
+        codec, values = GRADIENTS[self.stage_gradient_dtype(stage)], self.trained_parameters(stage, layers)
+        return codec.round_bytes(values, decoder_matrices(self.model, layers, ends=stage == 0))
+
     def gradient_bytes(self, stage: int, layers: int) -> int:
-        codec = CODECS[self.stage_gradient_dtype(stage)]
-        return codec.expected_bytes(self.trained_parameters(stage, layers))
+        return sum(self.gradient_rounds(stage, layers))
 
     def optimizer_flops(self, stage: int, layers: int) -> int:
         """Operations of a stage's optimizer step."""
@@ -410,7 +415,9 @@ class Workload:
         trained = self.trained_parameters(stage, layers)
         held = 2 * STORED_BYTES * trained  # weights and gradients
         if self.offload == "none":
-            held += (2 if CODECS[self.stage_gradient_dtype(stage)].error_feedback else 1) * STORED_BYTES * trained
+            held += (2 if GRADIENTS[self.stage_gradient_dtype(stage)].error_feedback else 1) * STORED_BYTES * trained
+        if self.stage_gradient_dtype(stage) in LOW_RANK:  # factors: a node's own, their sums, and what is made of these
+            held += 3 * self.gradient_bytes(stage, layers)
         optimizer = OPTIMIZERS[self.optimizer]
         if self.offload == "optimizer":  # a piece comes or goes while another is stepped along
             pieces = HOST_BUFFERS * min(HOST_PIECE, trained)

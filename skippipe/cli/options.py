@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, LOW_RANK
 from skippipe.errors import UserError
 from skippipe.optim import DEFAULT as DEFAULT_OPTIMIZER
 from skippipe.optim import OPTIMIZERS
@@ -172,7 +172,10 @@ class SweepOptions:
         str | None,
         workload_option(f"Activations on the wire: {', '.join(CODECS)}; or all that will do, as in bf16,int8.", "bf16"),
     ] = None
-    gradients: Annotated[str | None, workload_option("Weight gradients on the wire, likewise.", "fp32")] = None
+    gradients: Annotated[
+        str | None,
+        workload_option(f"Weight gradients on the wire, likewise; or of low rank: {', '.join(LOW_RANK)}.", "fp32"),
+    ] = None
     nats: Annotated[
         str | None,
         workload_option(

@@ -1,13 +1,15 @@
 """Codecs: how activations and gradients are written as bytes for the wire.
 
-CODECS is the registry: planner, simulator, messages, job file and command line read it. Tensors are written row by row.
-torch is imported when the first tensor is encoded.
+CODECS is the registry: planner, simulator, messages, job file and command line read it. GRADIENTS is what weight
+gradients can be averaged as: by a codec, or as factors of low rank. Tensors are written row by row. torch is imported
+when the first tensor is encoded.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from skippipe.codecs.bf16 import Bf16
@@ -17,18 +19,23 @@ from skippipe.codecs.int2 import Int2
 from skippipe.codecs.int4 import Int4, Int4Stochastic
 from skippipe.codecs.int8 import Int8
 from skippipe.codecs.interface import Buffer, Codec, EncodedTensor
+from skippipe.codecs.low_rank import LowRank
 
 if TYPE_CHECKING:
     import torch
 
-    CodecId = str
+    CodecId = GradientsId = str
 
 __all__ = [
     "CODECS",
+    "GRADIENTS",
+    "LOW_RANK",
     "Buffer",
     "Codec",
     "CodecId",
     "EncodedTensor",
+    "GradientsId",
+    "LowRank",
     "decode",
     "encode",
     "gradient_codec",
@@ -50,8 +57,12 @@ CODECS: dict[str, Codec] = {
     )
 }
 
+LOW_RANK: dict[str, LowRank] = {each.id: each for each in map(LowRank, (4, 8, 16, 32, 64))}
+GRADIENTS: Mapping[str, Codec | LowRank] = ChainMap[str, Codec | LowRank]({**LOW_RANK}, CODECS)  # type: ignore[arg-type]
+
 if not TYPE_CHECKING:
     CodecId = Literal[tuple(CODECS)]  # what a job file or an option may say; a type checker takes any text
+    GradientsId = Literal[tuple(GRADIENTS)]
 
 COMPARED_VALUES = 2**20  # of a tensor by which the sizes of codecs are compared
 
@@ -100,4 +111,4 @@ def smaller_than(codec: str) -> str | None:
 
 
 def _size(codec: str) -> int:
-    return CODECS[codec].expected_bytes(COMPARED_VALUES)
+    return GRADIENTS[codec].expected_bytes(COMPARED_VALUES)

@@ -7,7 +7,7 @@ it must not import torch; `encode`, `decode` and `rounded` may.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
@@ -47,6 +47,10 @@ class Codec(ABC):
     @abstractmethod
     def expected_bytes(self, values: int) -> int:
         """Bytes of so many values: exactly if the size is fixed, else what a plan reckons with."""
+
+    def round_bytes(self, values: int, matrices: Iterable[object]) -> tuple[int, ...]:  # noqa: ARG002
+        """Bytes of each round in which so many values of a gradient are averaged: of this codec, in one."""
+        return (self.expected_bytes(values),)
 
     @abstractmethod
     def encode(self, flat: Tensor) -> Tensor:

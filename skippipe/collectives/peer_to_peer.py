@@ -105,9 +105,7 @@ class GradientAverager:
         self._bounds = None
 
     def _empty(self, values: int) -> Tensor:
-        if not self._offload:
-            return self._gradient.new_empty(values)
-        return self._gradient.new_empty(values, device="cpu", pin_memory=True)
+        return empty_beside(self._gradient, values, offload=self._offload)
 
     def _piece(self, tensor: Tensor | None, piece: int) -> Tensor:
         assert tensor is not None and self._bounds is not None, "a piece before averaging has begun"
@@ -118,3 +116,10 @@ class GradientAverager:
             came = f"a {given.dtype} piece of shape {list(given.shape)}"
             raise ValueError(f"{came} came instead of {self._codec} {list(piece.shape)}")
         return decode(given, piece.device)
+
+
+def empty_beside(gradient: Tensor, values: int, *, offload: bool) -> Tensor:
+    """Memory for sums of a gradient, or for what is left of it; with `offload`, of the host."""
+    if not offload:
+        return gradient.new_empty(values)
+    return gradient.new_empty(values, device="cpu", pin_memory=True)

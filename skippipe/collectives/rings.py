@@ -31,9 +31,11 @@ class RingEdges(NamedTuple):
 
 
 def ring_edges(costs: LinkCosts, averagings: Sequence[Averaging]) -> list[RingEdges] | None:
-    """The edges of all stages' rings; None if some stage averages otherwise, or nodes have rates of their own."""
+    """The edges of all stages' rings; None if some stage averages otherwise, or in several rounds, or nodes have rates
+    of their own."""
     if (
         any(each.pieces for each in averagings)
+        or any(len(costs.gradient_rounds[stage]) > 1 for stage in range(len(averagings)))
         or not np.isinf(np.minimum(costs.upload_bytes_per_s, costs.download_bytes_per_s)).all()
     ):
         return None
@@ -55,7 +57,7 @@ def ring_order(costs: LinkCosts, stage: int, nodes: Sequence[int]) -> tuple[int,
     among = np.ix_(nodes, nodes)
     size_bytes = np.array(-(-costs.gradient_bytes[stage] // len(nodes)), np.int64)
     transmit = transmit_ns(size_bytes, costs.bandwidth_bytes_per_s[among])
-    flight = costs.flight_ns[among]
+    flight = costs.flight_ns[among] * len(costs.gradient_rounds[stage])
     if len(nodes) <= EXACT_UP_TO:
         orders = _orders(len(nodes))
         order = orders[_fastest_order(orders, transmit, flight)]

@@ -7,6 +7,9 @@ carry is such a schedule: a ring has as many pieces as nodes, and each tree is a
 exchange every node is the root of pieces and all others send straight to it. On its way from one node of the tree to
 the next a message may be forwarded, unopened, by a third node, which need not hold the stage: a relay.
 
+Gradients of low rank are averaged in two rounds, by the same trees: a node contributes to the second when it has all
+sums of the first. The pieces of the second round are numbered on from those of the first.
+
 A transfer begins when its sender has done its last task and has all that it waits for, and when the link has sent what
 was ready before; no node waits for the whole stage. Where a node's download is shared by all that comes to it, senders
 wait until it is done, too: activations go first. docs/formats.md has the rule.
@@ -16,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
@@ -62,6 +65,11 @@ class Averaging:
     """The nodes that hold the stage; their order is that of the ring, and of the places in a schedule."""
     pieces: tuple[Piece, ...] = ()
     """Pieces with trees of their own; none: a ring."""
+    rounds: int = 1
+    """How often that happens, one after another."""
+
+    def in_rounds(self, rounds: int) -> Averaging:
+        return self if rounds == self.rounds else replace(self, rounds=rounds)
 
     @property
     def kind(self) -> str:
@@ -117,7 +125,7 @@ class Averaging:
         pieces = tuple(without_lost(piece) for piece in self.pieces if piece.root not in lost)
         if self.pieces and not pieces:
             pieces = tuple(Piece(node, 1) for node in left)
-        return Averaging(left, pieces)
+        return Averaging(left, pieces, self.rounds)
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
@@ -132,28 +140,30 @@ class Averaging:
             places = range(size)
             up = [[(at + 1) % size if at != (piece - 1) % size else at for at in places] for piece in places]
             down = [[(at - 1) % size if at != (piece - 1) % size else at for at in places] for piece in places]
-            return Schedule.of(self.shares, up, down, [{}] * size)
+            return Schedule.of(self.shares, up, down, [{}] * size, self.rounds)
         place = {node: at for at, node in enumerate(self.nodes)}
         trees = [[place[piece.parent_of(node)] for node in self.order] for piece in self.pieces]
         relays = [{place[node]: place[relay] for node, relay in piece.relays} for piece in self.pieces]
-        return Schedule.of(self.shares, trees, trees, relays)
+        return Schedule.of(self.shares, trees, trees, relays, self.rounds)
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
         return tuple(piece.share for piece in self.pieces) or (1,) * len(self.order)
 
-    def piece_bytes(self, gradient_bytes: int) -> tuple[int, ...]:
-        """[piece]: bytes of one message, of a gradient of so many."""
+    def piece_bytes(self, *round_bytes: int) -> tuple[int, ...]:
+        """[piece]: bytes of one message, of a gradient of so many; if there are several rounds, in each of them."""
         total = sum(self.shares)
-        return tuple(-(-gradient_bytes * share // total) for share in self.shares)
+        return tuple(-(-size * share // total) for size in round_bytes for share in self.shares)
 
-    def link_bytes(self, gradient_bytes: int) -> Counter[Link]:
-        """(sender, receiver) → bytes of an iteration, of a gradient of so many."""
-        sizes, found = self.piece_bytes(gradient_bytes), Counter[Link]()
+    def link_bytes(self, *round_bytes: int) -> Counter[Link]:
+        """(sender, receiver) → bytes of an iteration, of a gradient of so many, as above."""
+        sizes, found = self.piece_bytes(*round_bytes), Counter[Link]()
+        count = len(self.shares)
         if not self.pieces and len(self.order) > 1:
             for edge in zip(self.order, self.order[1:] + self.order[:1], strict=True):
-                found[edge] = 2 * (len(self.order) - 1) * sizes[0]
-        for piece, size in zip(self.pieces, sizes, strict=False):
+                found[edge] = 2 * (len(self.order) - 1) * sum(sizes[::count])
+        for number, piece in enumerate(self.pieces):
+            size = sum(sizes[number::count])
             next_on_way, relays = dict(piece.via), dict(piece.relays)
             for node in self.order:
                 if node == piece.root:
@@ -176,11 +186,13 @@ class Schedule:
     at the same time, the one with the smaller number goes first."""
 
     shares: tuple[int, ...]
+    """Of the pieces of a round."""
     transfers: tuple[Transfer, ...]
     needs: tuple[tuple[int, ...], ...]
-    """[transfer]: the numbers of those that bring to its sender what it passes on."""
+    """[transfer]: the numbers of those that bring to its sender what it passes on, or what it begins a round with."""
     forwarded: dict[int, int]
     """Number of a transfer to a relay → that by which the relay passes it on."""
+    rounds: int = 1
 
     @classmethod
     def of(
@@ -189,6 +201,7 @@ class Schedule:
         up: Sequence[Sequence[int]],
         down: Sequence[Sequence[int]],
         relays: Sequence[dict[int, int]],
+        rounds: int = 1,
     ) -> Schedule:
         """`up` and `down` are by [piece][place]: where a contribution goes to, where the total comes from; the root is
         its own. `relays` are by piece: place → the place that forwards, up and down."""
@@ -218,7 +231,38 @@ class Schedule:
         transfers = tuple(sorted(found))
         needs = tuple(_needs(transfers, up, relays))
         second = [at for at, each in enumerate(transfers) if each.sender == relays[each.piece].get(each.node)]
-        return cls(tuple(shares), transfers, needs, {needs[at][0]: at for at in second})
+        forwarded = {needs[at][0]: at for at in second}
+        return cls(tuple(shares), transfers, needs, forwarded)._repeated(up, rounds)
+
+    def _repeated(self, up: Sequence[Sequence[int]], rounds: int) -> Schedule:
+        """So many rounds of this one. What a node sends of its own waits for all sums of the round before."""
+        if rounds == 1:
+            return self
+        ending: dict[int, list[int]] = {}  # place → those after which it has all sums
+        for number, each in enumerate(self.transfers):
+            if number not in self.forwarded and (each.total or up[each.piece][each.receiver] == each.receiver):
+                ending.setdefault(each.receiver, []).append(number)
+        pieces, size = len(self.shares), len(self.transfers)
+        transfers, needs, forwarded = list(self.transfers), list(self.needs), dict(self.forwarded)
+        for later in range(1, rounds):
+            first = later * size
+            for number, each in enumerate(self.transfers):
+                transfers.append(each._replace(piece=each.piece + later * pieces))
+                begins = number not in self.forwarding and (
+                    not each.total or up[each.piece][each.sender] == each.sender
+                )
+                before = [at + first - size for at in ending[each.sender]] if begins else []
+                needs.append((*before, *(at + first for at in self.needs[number])))
+            forwarded |= {at + first: to + first for at, to in self.forwarded.items()}
+        return Schedule(self.shares, tuple(transfers), tuple(needs), forwarded, rounds)
+
+    @property
+    def pieces(self) -> int:
+        """Of all rounds."""
+        return self.rounds * len(self.shares)
+
+    def round_of(self, piece: int) -> int:
+        return piece // len(self.shares)
 
     @cached_property
     def forwarding(self) -> frozenset[int]:
@@ -226,7 +270,7 @@ class Schedule:
         return frozenset(self.forwarded.values())
 
     def bounds(self, values: int) -> list[int]:
-        """Where each piece begins in a gradient of so many values, and where the last one ends. Each has one value, and
+        """Where each piece of a round begins in so many values, and where the last one ends. Each has one value, and
         its share of the others."""
         total, others, so_far, found = sum(self.shares), values - len(self.shares), 0, [0]
         assert others >= 0, f"{len(self.shares)} pieces of {values} values"

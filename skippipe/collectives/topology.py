@@ -61,7 +61,7 @@ def exchange(
     forwarded, late = free_links(nodes), free_links(nodes)
     links = Links(
         transmit_ns(piece_bytes, costs.bandwidth_bytes_per_s),
-        costs.flight_ns,
+        costs.flight_ns * len(costs.gradient_rounds[stage]),
         transmit_ns(piece_bytes, upload) * np.isfinite(upload),
         transmit_ns(piece_bytes, download) * np.isfinite(download),
         *free_ns,

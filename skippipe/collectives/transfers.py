@@ -24,7 +24,8 @@ class Columns(NamedTuple):
     """The transfers of one averaging as arrays, in the order of their numbers."""
 
     own: Ints
-    """[transfer], as are the next six: 0 if it is sent by a relay."""
+    """[transfer], as are the next seven: 0 if it is sent by a relay."""
+    round: Ints
     total: Ints
     level: Ints
     piece: Ints
@@ -38,7 +39,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(averaging: Averaging) -> Columns:
-    is_star = averaging.pieces and not any(piece.via for piece in averaging.pieces)
+    is_star = averaging.pieces and averaging.rounds == 1 and not any(piece.via for piece in averaging.pieces)
     return columns_of_stars(averaging) if is_star else columns_of_schedule(averaging)
 
 
@@ -48,7 +49,8 @@ def columns_of_schedule(averaging: Averaging) -> Columns:
     missing = np.array([len(each) for each in schedule.needs], np.int64)
     own = np.array([number not in schedule.forwarding for number in range(len(total))], np.int64)
     pairs = [(before, number) for number, each in enumerate(schedule.needs) for before in each]
-    columns = own, total, level, piece, nodes[sender], nodes[receiver], missing
+    rounds = piece // len(schedule.shares)
+    columns = own, rounds, total, level, piece, nodes[sender], nodes[receiver], missing
     return Columns(*columns, np.array(pairs, np.int64).reshape(-1, 2))
 
 
@@ -84,7 +86,7 @@ def columns_of_stars(averaging: Averaging) -> Columns:
     pairs.append(np.stack([each.ravel() for each in grid], 1))
     waits = np.concatenate([zeros, ones[by], (size - 1) * ones, ones[by]])
     own = np.concatenate([ones, zeros[by], ones, zeros[by]])
-    columns = own, total, level, pieces, nodes[sender], nodes[receiver], waits
+    columns = own, np.zeros_like(own), total, level, pieces, nodes[sender], nodes[receiver], waits
     return Columns._make([*(each[order] for each in columns), np.concatenate(pairs)])
 
 
@@ -144,10 +146,10 @@ class MergedSchedule:
         columns = [columns_of(each) for each in averagings]
         sizes = [len(each.own) for each in columns]
         first = np.cumsum([0, *sizes], dtype=np.int64)
-        own, total, level, piece, sender, receiver, missing, _ = map(np.concatenate, zip(*columns, strict=True))
+        own, rounds, total, level, piece, sender, receiver, missing, _ = map(np.concatenate, zip(*columns, strict=True))
         of_stage = np.repeat(np.arange(len(averagings)), sizes)
         numbers = np.arange(len(total)) - first[of_stage]
-        order = np.lexsort((numbers, of_stage, level, total, own))
+        order = np.lexsort((numbers, of_stage, level, total, rounds, own))
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order))
         pairs = [each.pairs + first[stage] for stage, each in enumerate(columns)]
@@ -261,6 +263,8 @@ class LinkCosts(Protocol):
     @property
     def gradient_bytes(self) -> tuple[int, ...]: ...
     @property
+    def gradient_rounds(self) -> tuple[tuple[int, ...], ...]: ...
+    @property
     def flight_ns(self) -> Ints: ...
     @property
     def bandwidth_bytes_per_s(self) -> Floats: ...
@@ -270,16 +274,22 @@ class LinkCosts(Protocol):
     def download_bytes_per_s(self) -> Floats: ...
 
 
+def merged(costs: LinkCosts, averagings: Sequence[Averaging], stages: Sequence[int] | None = None) -> MergedSchedule:
+    """The transfers of these averagings, in as many rounds as there are; `stages` are theirs, if they are not all."""
+    rounds = [costs.gradient_rounds[stage] for stage in (range(len(averagings)) if stages is None else stages)]
+    return _merged(tuple(each.in_rounds(len(sizes)) for each, sizes in zip(averagings, rounds, strict=True)))
+
+
 @lru_cache(maxsize=64)
-def merged(averagings: tuple[Averaging, ...]) -> MergedSchedule:
+def _merged(averagings: tuple[Averaging, ...]) -> MergedSchedule:
     return MergedSchedule.of(averagings)
 
 
 def transfer_times(costs: LinkCosts, averagings: Sequence[Averaging], stages: Sequence[int]) -> TransferTimes:
     """Times by the ranks of the merged schedule; `stages` are those of the averagings, which may be some only."""
-    schedule = merged(tuple(averagings))
+    schedule = merged(costs, averagings, stages)
     sizes = [
-        np.array(averaging.piece_bytes(costs.gradient_bytes[stage]), np.int64)
+        np.array(averaging.piece_bytes(*costs.gradient_rounds[stage]), np.int64)
         for stage, averaging in zip(stages, averagings, strict=True)
     ]
     first = np.cumsum([0, *map(len, sizes)])
@@ -300,7 +310,7 @@ def transfer_loads(costs: LinkCosts, averagings: Sequence[tuple[int, Averaging]]
     loads = free_links(len(costs.flight_ns))
     if averagings:
         stages, each = zip(*averagings, strict=True)
-        times, schedule = transfer_times(costs, each, stages), merged(tuple(each))
+        times, schedule = transfer_times(costs, each, stages), merged(costs, each, stages)
         np.add.at(loads.link_ns, (schedule.senders, schedule.receivers), times.transmit_ns)
         np.add.at(loads.upload_ns, schedule.senders, times.upload_ns)
         np.add.at(loads.download_ns, schedule.receivers, times.download_ns)
@@ -319,7 +329,7 @@ def averaged_ns(costs: LinkCosts, stage: int, averaging: Averaging, done_ns: Int
     if not averaging.order:
         return 0
     times, free_ns = transfer_times(costs, (averaging,), (stage,)), free_links(len(done_ns))
-    ends_ns = merged((averaging,)).run(done_ns, times, free_ns)
+    ends_ns = merged(costs, (averaging,), (stage,)).run(done_ns, times, free_ns)
     return max(int(ends_ns[0]), int(done_ns[list(averaging.order)].max()))
 
 
@@ -331,12 +341,13 @@ def takes_ns(costs: LinkCosts, stage: int, averaging: Averaging) -> int:
 def after_ns(costs: LinkCosts, stage: int, averaging: Averaging, last: int) -> int:
     """How long averaging goes on after this node is done, at least: the longest chain of transfers that begins there.
     (That all others were done long before need not be the least: what is ready early can go before what matters.)"""
-    each, times = merged((averaging,)), transfer_times(costs, (averaging,), (stage,))
+    each, times = merged(costs, (averaging,), (stage,)), transfer_times(costs, (averaging,), (stage,))
     by_number = np.argsort(each.numbers)
     alone_ns = (times.transmit_ns + times.flight_ns)[by_number].tolist()
     begins = (each.senders == last)[by_number].tolist()
     ends_ns: list[int] = []
-    for needs, begins_there, taken_ns in zip(averaging.schedule.needs, begins, alone_ns, strict=True):
+    schedule = averaging.in_rounds(len(costs.gradient_rounds[stage])).schedule
+    for needs, begins_there, taken_ns in zip(schedule.needs, begins, alone_ns, strict=True):
         before_ns = max((ends_ns[at] for at in needs), default=0)  # a transfer comes after those it waits for
         ends_ns.append(before_ns + taken_ns if before_ns or begins_there else 0)
     return max(ends_ns, default=0)

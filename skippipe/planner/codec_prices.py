@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.codecs import CODECS, gradient_codec
+from skippipe.codecs import CODECS, GRADIENTS, LOW_RANK, gradient_codec
 from skippipe.constraints import circle
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import Fields, read_as
@@ -60,11 +60,12 @@ def read_prices(path: Path) -> Prices:
 def prices_of(table: Any) -> Prices:
     found = dict(DEFAULT_PRICES)
     for codec, row in table.items():
-        if codec not in CODECS:
-            raise UserError(f"'{codec}' is none of {', '.join(CODECS)}")
+        if codec not in GRADIENTS:
+            raise UserError(f"'{codec}' is none of {', '.join(GRADIENTS)}")
         entry = Fields(row, codec)
-        given = {name: entry.number(name, NATS) for name in Price._fields if entry.mentions(name)}
-        if entry.mentions("hops"):  # activations and their gradients were measured together
+        kinds = Price._fields[2:] if codec in LOW_RANK else Price._fields
+        given = {name: entry.number(name, NATS) for name in kinds if entry.mentions(name)}
+        if codec in CODECS and entry.mentions("hops"):  # activations and their gradients were measured together
             if {"activations", "activation_gradients"} & given.keys():
                 raise UserError(f"{codec}.hops: says what both passes cost together: leave it or the others out")
             given["activations"] = half = entry.number("hops", NATS) / 2
@@ -89,7 +90,7 @@ class CodecBudget:
     @classmethod
     def of(cls, nats: float, prices: Prices, hops: Sequence[str] = (), gradients: Sequence[str] = ()) -> CodecBudget:
         """The budget; without codecs, all that have a price. UserError if one has none."""
-        known = [codec for codec in CODECS if codec in prices]
+        known = [codec for codec in GRADIENTS if codec in prices]
         hops = hops or [codec for codec in known if prices[codec].activations is not None]
         gradients = gradients or [codec for codec in known if prices[codec].weight_gradients is not None]
         for codecs, kind, what in ((hops, 0, "activations"), (gradients, 2, "weight gradients")):
@@ -160,7 +161,7 @@ def _with(workload: Workload, hop: str, gradient: str) -> Workload:
 
 
 def _size(codec: str) -> int:
-    return CODECS[codec].expected_bytes(2**20)
+    return GRADIENTS[codec].expected_bytes(2**20)
 
 
 def message_shares(plan: Plan) -> dict[Message, float]:

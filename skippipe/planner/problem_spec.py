@@ -9,7 +9,7 @@ from math import lcm
 from pathlib import Path
 
 from skippipe.cluster import Cluster
-from skippipe.codecs import CODECS, smallest
+from skippipe.codecs import CODECS, GRADIENTS, smallest
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import exists
@@ -99,7 +99,7 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
 
 
 def fastest_of(types: str | None, name: str) -> str | None:
-    """Of the accepted codecs, the one with the fewest bytes: no plan is faster with another."""
+    """Of the accepted codecs, the one with the fewest bytes."""
     accepted = codecs_of(types, name)
     return smallest(accepted) if accepted else None
 
@@ -107,9 +107,10 @@ def fastest_of(types: str | None, name: str) -> str | None:
 def codecs_of(types: str | None, name: str) -> list[str]:
     """Codecs of a list such as bf16,int8."""
     accepted = [each.strip() for each in types.split(",")] if types is not None else []
+    known = GRADIENTS if name == "--gradients" else CODECS
     for each in accepted:
-        if each not in CODECS:
-            raise UserError(f"{name}: '{each}' is none of {', '.join(CODECS)}")
+        if each not in known:
+            raise UserError(f"{name}: '{each}' is none of {', '.join(known)}")
     return accepted
 
 

@@ -15,13 +15,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS, EncodedTensor, decode, encode, gradient_codec
-from skippipe.collectives import MakeAverager
+from skippipe.codecs import CODECS, LOW_RANK, EncodedTensor, decode, encode, gradient_codec
+from skippipe.collectives import Averager, MakeAverager
+from skippipe.collectives.low_rank import LowRankAverager, factored_matrices
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Schedule
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
@@ -88,8 +90,7 @@ class StageExecutor:
         self._recipe = recipe or SkipSchedule()
         self._microbatches = workload.microbatches
         self._packing = packing
-        codec = workload.stage_gradient_dtype(stage)
-        self._averager = make_averager(tasks.weights.gradient, codec, workload.offload != "none")
+        self._averager = self._make_averager(workload, make_averager)
         self._averaged: tuple[int, Tensor | None] | None = None
         """What the sum of gradients is divided by, and that sum if it lies beside this node's own."""
         self._snapshot: Tensor | None = None
@@ -102,6 +103,17 @@ class StageExecutor:
         self._wire_dtype, self._back_dtype = workload.wire_dtype, gradient_codec(workload.wire_dtype)
         self._wire_dtypes = workload.hop_dtypes
         self._shape = (workload.samples_per_microbatch, workload.sequence_tokens, workload.model.hidden)
+
+    def _make_averager(self, workload: Workload, make: MakeAverager) -> Averager:
+        weights, offload = self.tasks.weights, workload.offload != "none"
+        codec = workload.stage_gradient_dtype(self._stage)
+        low_rank = LOW_RANK.get(codec)
+        if low_rank is None:
+            return make(weights.gradient, codec, offload)
+        if len(workload.gradient_rounds(self._stage, self._layers[self._stage])) == 1:
+            return make(weights.gradient, low_rank.factors, offload)
+        slots = [(slot.start, slot.shape) for slot in weights.slots if not is_bridge(slot.name)]
+        return LowRankAverager(weights.gradient, low_rank, factored_matrices(slots, low_rank), make, offload)
 
     def run(self, work: Op) -> Any:
         match work:

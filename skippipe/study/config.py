@@ -99,8 +99,8 @@ class Traffic:
     wire_back: str = ""
     """Codec of their gradients on the way back; empty: the one that goes with it."""
     gradients: str = ""
-    """Codec of weight gradients while they are averaged, in a direct exchange and with error feedback; or "rank 16":
-    factors of this rank of every matrix (PowerSGD)."""
+    """Codec of weight gradients while they are averaged, in a direct exchange and with error feedback; or "rank-16":
+    factors of this rank of every matrix (PowerSGD). In older results that is "rank 16"."""
     replicas: Annotated[int, MICROBATCHES] = 1
     """Nodes that hold each stage. Each gets an equal part of the microbatches, with paths that keep the rules."""
 
@@ -114,7 +114,7 @@ class Traffic:
     @property
     def rank(self) -> int:
         """Of the factors that are averaged instead of matrices; 0: there are none."""
-        kind, _, rank = self.gradients.partition(" ")
+        kind, _, rank = self.gradients.replace(" ", "-").partition("-")
         return int(rank) if kind == "rank" and rank.isdecimal() and len(rank) < DIGITS else 0
 
     @property

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS, gradient_codec
+from skippipe.codecs import CODECS, LowRank, gradient_codec
+from skippipe.collectives.low_rank import Matrix, factored_matrices
 from skippipe.model.flat_params import FlatParams
 from skippipe.study.config import Traffic
 
@@ -114,22 +115,17 @@ class LowRankSum:
         self._remainders = {each: torch.zeros_like(each.gradient) for each in held}
         self._factors: dict[tuple[FlatParams, int], Tensor] = {}
         for each in held:
-            for slot in each.slots:
-                rows, columns = _matrix(slot.shape)
-                if rank * (rows + columns) < rows * columns:
-                    self._factors[each, slot.start] = each.gradient.new_empty(columns, rank)
+            for matrix in self._matrices(each):
+                self._factors[each, matrix.start] = each.gradient.new_empty(matrix.columns, rank)
         self.forget()
 
     @torch.no_grad()
     def add(self, replica: int, learning: Sequence[FlatParams]) -> None:  # noqa: ARG002
         alike: dict[tuple[int, int], list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
         for each in learning:
-            for slot in each.slots:
-                factor = self._factors.get((each, slot.start))
-                if factor is not None:
-                    shape, cut = _matrix(slot.shape), slice(slot.start, slot.start + slot.size)
-                    places = each.gradient[cut].view(shape), self._remainders[each][cut].view(shape), factor
-                    alike[shape].append(places)
+            for matrix in self._matrices(each):
+                places = matrix.of(each.gradient), matrix.of(self._remainders[each]), self._factors[each, matrix.start]
+                alike[matrix.rows, matrix.columns].append(places)
         for group in alike.values():  # those of one shape together: there are many small steps
             gradients, remainders, factors = (list(each) for each in zip(*group, strict=True))
             whole = torch.stack(gradients) + torch.stack(remainders)
@@ -140,21 +136,15 @@ class LowRankSum:
             torch._foreach_copy_(remainders, list(whole - told))
             torch._foreach_copy_(factors, list(right))
 
+    def _matrices(self, weights: FlatParams) -> list[Matrix]:
+        return factored_matrices(((slot.start, slot.shape) for slot in weights.slots), LowRank(self._rank))
+
     def forget(self) -> None:
         chance = torch.Generator().manual_seed(0)
         for factor in self._factors.values():
             factor.copy_(torch.randn(factor.shape, generator=chance))
         for each in self._remainders.values():
             each.zero_()
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a weight; a vector has one column."""
-    rows, *others = shape
-    columns = 1
-    for each in others:
-        columns *= each
-    return rows, columns
 
 
 def orthonormal(columns: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skippipe.codecs import CodecId
+from skippipe.codecs import CodecId, GradientsId
 from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
@@ -111,8 +111,9 @@ class AveragingConfig:
     """'auto' and 'ring' use the nodes' own encrypted connections: for each stage what is fastest on its links (a ring,
     or a direct exchange, also by way of third nodes), or always a ring; 'torch' is torch.distributed (gloo, NCCL), for
     machines that trust each other's network."""
-    dtype: CodecId = "fp32"
-    """Codec of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration."""
+    dtype: GradientsId = "fp32"
+    """Codec of gradients on the wire; below fp32 the rounding errors are carried over to the next iteration. rank-4 to
+    rank-64: factors of this rank in place of matrices (PowerSGD); what they leave out is carried over, too."""
 
 
 @dataclass(frozen=True)

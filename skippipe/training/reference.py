@@ -76,6 +76,7 @@ class ReferenceTrainer:
             for microbatch in range(each.microbatches)
         ]
         counts = [self.recipe.divisor(visits, plan.microbatches) for visits in plan.exposure]
+        self.sum_gradients()
         divided = list(zip(self.stages, counts, strict=True))
         norm, scale = self.learning.clipping(stage.weights.squared_norm(count) for stage, count in divided)
         rate = self.learning.rate_at(number)
@@ -83,6 +84,9 @@ class ReferenceTrainer:
             if count:
                 stage.weights.step(rate, scale / count)
         return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
+
+    def sum_gradients(self) -> None:
+        """What averaging makes of the sums of all stages' gradients: nothing, but for what an oracle does here."""
 
     @torch.no_grad()
     def held_out_loss(self, held_out: BatchSampler) -> float:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import skippipe
-from skippipe.codecs import CODECS, Buffer, Codec, CodecId, EncodedTensor, decode, encode, smaller_than
+from skippipe.codecs import CODECS, GRADIENTS, Buffer, Codec, CodecId, EncodedTensor, decode, encode, smaller_than
 from skippipe.collectives import COLLECTIVES
 from skippipe.cost_model import cost_model_of
 from skippipe.planner.problem_spec import fastest_of
@@ -83,7 +83,8 @@ def test_the_docs_name_every_codec(codec: Codec) -> None:
 def test_the_schema_names_every_codec_and_collective() -> None:
     schema = json.loads((Path(skippipe.__file__).parent / "resources" / "plan.schema.json").read_text())
     fields = schema["properties"]["workload"]["properties"]
-    assert fields["wire_dtype"]["enum"] == fields["gradient_dtype"]["enum"] == list(CODECS)
+    assert fields["wire_dtype"]["enum"] == list(CODECS)
+    assert fields["gradient_dtype"]["enum"] == list(GRADIENTS) == [*CODECS, *(f"rank-{2**n}" for n in range(2, 7))]
     assert fields["collective"]["enum"] == list(COLLECTIVES)
 
 

@@ -9,10 +9,12 @@ from itertools import combinations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from skippipe.codecs import EncodedTensor, encode
+from skippipe.codecs import LOW_RANK, EncodedTensor, encode
+from skippipe.collectives.low_rank import LowRankAverager, Matrix, multiply, orthonormal
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.collectives.torch_allreduce import InPlaceAverager
@@ -25,6 +27,8 @@ from tests.helpers.plans import AVERAGING_KINDS, drawn_averaging, relayed
 torch.set_num_threads(1)
 VALUES = 301
 CODECS = ["fp32", "bf16", "int8", "int2"]
+MATRICES = [Matrix(0, 16, 12), Matrix(200, 9, 10)]
+REST = [*range(192, 200), *range(290, VALUES)]
 TREES = Averaging((0, 1, 2), (Piece(0, 5, ((1, 2),)), Piece(2, 3, ((0, 1),)), Piece(1, 1)))
 
 
@@ -63,11 +67,21 @@ def averaging_of(seed: int, kind: str, size: int) -> Averaging:
     return averaging
 
 
-def averagers_of(gradients: Iterable[torch.Tensor], codec: str) -> list[GradientAverager]:
-    return [GradientAverager(gradient, codec) for gradient in gradients]
+def in_rounds(averaging: Averaging, codec: str) -> Averaging:
+    return averaging.in_rounds(2 if codec in LOW_RANK else 1)
 
 
-def run_op(averager: GradientAverager, op: Any) -> Any:
+def averagers_of(gradients: Iterable[torch.Tensor], codec: str) -> list[GradientAverager | LowRankAverager]:
+    return [averager_of(gradient, codec) for gradient in gradients]
+
+
+def averager_of(gradient: torch.Tensor, codec: str) -> GradientAverager | LowRankAverager:
+    if codec in LOW_RANK:
+        return LowRankAverager(gradient, LOW_RANK[codec], MATRICES, GradientAverager)
+    return GradientAverager(gradient, codec)
+
+
+def run_op(averager: GradientAverager | LowRankAverager, op: Any) -> Any:
     match op:
         case BeginAveraging():
             averager.begin(op.schedule)
@@ -78,7 +92,9 @@ def run_op(averager: GradientAverager, op: Any) -> Any:
     return None
 
 
-def summed(averagers: Sequence[GradientAverager], averaging: Averaging, seed: int = 0) -> torch.Tensor:
+def summed(
+    averagers: Sequence[GradientAverager | LowRankAverager], averaging: Averaging, seed: int = 0
+) -> torch.Tensor:
     """What all of them hold in the end; the iteration is over then."""
     drive([partial(run_op, each) for each in averagers], averaging, random=Random(seed))
     sums = [averagers[node].summed.clone() for node in averaging.order]
@@ -105,10 +121,10 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "codec"), [(4, "fp32"), (3, "bf16"), (3, "int8")])
+@pytest.mark.parametrize(("size", "codec"), [(4, "fp32"), (3, "bf16"), (3, "int8"), (3, "rank-4")])
 def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, size: int, codec: str) -> None:
     """At every moment at which a node may be lost, with any of the others left."""
-    averaging = averaging_of(3, kind, size)
+    averaging = in_rounds(averaging_of(3, kind, size), codec)
     gradients = [noise(seed, VALUES) for seed in range(size)]
     expected = {
         gone: summed(averagers_of(gradients, codec), averaging.without(gone))
@@ -148,11 +164,12 @@ def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
         assert errors[-1] < bias / 12, "without feedback the error would stay"
 
 
-@pytest.mark.parametrize("codec", ["int4", "int2"])
+@pytest.mark.parametrize("codec", ["int4", "int2", "rank-4"])
 def test_nothing_is_lost_or_doubled_when_a_node_with_a_remainder_is_lost(codec: str) -> None:
     """Whenever node 2 is lost in its third iteration: what was applied and what the others keep is all that they have
     had, and what node 2 had passed on before. Then node 1 is lost, too, and node 0 goes on alone."""
-    moments = drive([partial(run_op, each) for each in averagers_of([noise(0, VALUES)] * 3, codec)], TREES)
+    trees = in_rounds(TREES, codec)
+    moments = drive([partial(run_op, each) for each in averagers_of([noise(0, VALUES)] * 3, codec)], trees)
     for moment in range(1, moments + 1):
         gradients = [torch.zeros(VALUES) for _ in range(3)]
         averagers = averagers_of(gradients, codec)
@@ -165,17 +182,17 @@ def test_nothing_is_lost_or_doubled_when_a_node_with_a_remainder_is_lost(codec: 
 
         for number in range(2):
             iteration(number, 3)
-            applied += summed(averagers, TREES)
+            applied += summed(averagers, trees)
         had -= averagers[2].remainder
         iteration(2, 2)
-        drive([partial(run_op, each) for each in averagers], TREES, moment, Random(moment))
-        applied += summed(averagers[:2], TREES.without({2}))
+        drive([partial(run_op, each) for each in averagers], trees, moment, Random(moment))
+        applied += summed(averagers[:2], trees.without({2}))
         kept = averagers[0].remainder + averagers[1].remainder
         assert kept.abs().max() > 0.01
         torch.testing.assert_close(applied + kept, had, rtol=1e-4, atol=1e-4)
         had -= averagers[1].remainder
         iteration(3, 1)
-        drive([partial(run_op, each) for each in averagers[:2]], TREES.without({2}), min(moment, 6))
+        drive([partial(run_op, each) for each in averagers[:2]], trees.without({2}), min(moment, 6))
         applied += gradients[0]
         averagers[0].close(followed=False)
         assert not averagers[0].remainder.any()
@@ -184,19 +201,19 @@ def test_nothing_is_lost_or_doubled_when_a_node_with_a_remainder_is_lost(codec: 
 
 def test_what_was_sent_is_not_written_to_afterwards() -> None:
     """It may have to be sent again for as long as the attempt lasts."""
-    for codec in CODECS:
-        for averaging in (Averaging((0, 1, 2)), TREES):
+    for codec in (*CODECS, "rank-4"):
+        for averaging in (in_rounds(Averaging((0, 1, 2)), codec), in_rounds(TREES, codec)):
             averagers = averagers_of([noise(seed, VALUES) for seed in range(3)], codec)
             sent: list[tuple[EncodedTensor, bytes]] = []
 
-            def run(averager: GradientAverager, op: Any, sent: list[tuple[EncodedTensor, bytes]] = sent) -> Any:
+            def run(averager: Any, op: Any, sent: list[tuple[EncodedTensor, bytes]] = sent) -> Any:
                 made = run_op(averager, op)
                 if made is not None:
                     sent.append((made, bytes(made.data)))
                 return made
 
             drive([partial(run, each) for each in averagers], averaging)
-            assert len(sent) == 3 * len(averaging.schedule.shares)
+            assert len(sent) == 3 * averaging.schedule.pieces
             assert all(bytes(made.data) == before for made, before in sent)
 
 
@@ -232,6 +249,110 @@ def test_every_piece_has_a_value_however_small_its_share() -> None:
     assert Averaging((0, 1, 2)).schedule.bounds(100) == [0, 33, 66, 100]
     averagers = averagers_of([noise(seed, 3) for seed in range(3)], "int8")
     summed(averagers, Averaging((0, 1, 2), (Piece(0, 1), Piece(1, 10**6), Piece(2, 1))))
+
+
+# Low rank
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_low_rank_sums_what_lies_in_the_directions_that_it_has_found(kind: str) -> None:
+    """As published, with errors of its own for each node; the same bits everywhere, whatever comes first."""
+    averaging = averaging_of(4, kind, 4).in_rounds(2)
+    random, gradients = torch.Generator().manual_seed(1), [torch.zeros(VALUES) for _ in range(4)]
+    orders = [averagers_of(gradients, "rank-4"), averagers_of([each.clone() for each in gradients], "rank-4")]
+    errors = torch.zeros(4, VALUES, dtype=torch.float64)
+    factors = [each.clone().double() for each in orders[0][0]._right]  # type: ignore[union-attr]
+    for iteration in range(3):
+        new = torch.randn(4, VALUES, generator=random)
+        for averagers in orders:
+            for averager, gradient in zip(averagers, new, strict=True):
+                averager._gradient.copy_(gradient)
+        found = summed(orders[0], averaging)
+        assert torch.equal(found, summed(orders[1], averaging, seed=1 + iteration)), "it depends on what came first"
+        whole = new.double() + errors
+        torch.testing.assert_close(found[REST], new[:, REST].sum(0))
+        for number, matrix in enumerate(MATRICES):
+            each = [matrix.of(row) for row in whole]
+            left, _ = torch.linalg.qr(sum(one @ factors[number] for one in each))
+            factors[number] = sum(one.T @ left for one in each)
+            assert matrix.of(found).double() == pytest.approx((left @ factors[number].T).numpy(), abs=1e-4)
+            for error, one in zip(errors, each, strict=True):
+                matrix.of(error).copy_(one - left @ (left.T @ one))
+        for averager, error in zip(orders[0], errors, strict=True):
+            torch.testing.assert_close(averager.remainder.double(), error, rtol=1e-3, atol=1e-4)
+
+
+def test_what_low_rank_leaves_out_comes_later() -> None:
+    """With the same gradient in every iteration, the mean of what is applied tends to the true one."""
+    true = [noise(seed, VALUES) for seed in range(3)]
+    gradients = [torch.empty(VALUES) for _ in true]
+    averagers, applied, errors = averagers_of(gradients, "rank-4"), torch.zeros(VALUES), []
+    for iteration in range(1, 97):
+        for gradient, each in zip(gradients, true, strict=True):
+            gradient.copy_(each)
+        applied += summed(averagers, TREES.in_rounds(2))
+        errors.append(float((applied / iteration - sum(true)).abs().max()))
+    assert errors[0] > 1
+    assert errors[-1] < errors[0] / 12
+
+
+def test_a_newcomer_takes_part_in_low_rank_with_nothing_kept_and_factors_of_its_own() -> None:
+    """All have the same bits at once; what nodes have found out before counts, and nothing is lost or doubled."""
+    gradients = [torch.zeros(VALUES) for _ in range(3)]
+    averagers, pair = averagers_of(gradients[:2], "rank-4"), Averaging((0, 1), rounds=2)
+    had, applied = torch.zeros(VALUES), torch.zeros(VALUES)
+    lasting = noise(50, VALUES)  # what there is to be found out
+    matrix = MATRICES[0]
+    matrix.of(lasting).copy_(noise(51, 16, 4) @ noise(52, 4, 12))
+
+    def iteration(number: int, taking_part: int, averaging: Averaging) -> None:
+        nonlocal had, applied
+        for node in range(taking_part):
+            gradients[node].copy_(lasting + 0.01 * noise(10 * number + node, VALUES))
+            had = had + gradients[node]
+        applied = applied + summed(averagers, averaging)
+
+    for number in range(4):
+        iteration(number, 2, pair)
+    averagers += averagers_of(gradients[2:], "rank-4")
+    before = had - applied
+    iteration(4, 3, Averaging((0, 1, 2), rounds=2))
+    kept = sum((each.remainder for each in averagers), torch.zeros(VALUES))
+    torch.testing.assert_close(applied + kept, had, rtol=1e-4, atol=1e-4)
+    assert matrix.of(had - applied).norm() < matrix.of(before).norm() + 1, "the first factors of the newcomer counted"
+    rights = [each._right for each in averagers]  # type: ignore[union-attr]
+    assert all(torch.equal(one, other) for right in rights[1:] for one, other in zip(rights[0], right, strict=True))
+
+
+def test_what_every_replica_works_out_has_the_bits_of_single_operations_in_a_fixed_order() -> None:
+    """So it is the same on every device. Here in numpy, number by number, beside all devices that there are."""
+    factor, right = noise(1, 11, 3), noise(2, 7, 3)
+    factor[:, 1] = -2 * factor[:, 0]
+    expected = factor.numpy().copy()
+
+    def total(values: Any) -> Any:
+        values = list(values)
+        while len(values) > 1:
+            half = len(values) - len(values) // 2
+            values = [values[at] + values[half + at] if half + at < len(values) else values[at] for at in range(half)]
+        return values[0]
+
+    for at in (0, 1, 2):
+        column, earlier = expected[:, at], [expected[:, other] for other in range(at)]
+        column /= abs(column).max()
+        for _ in range(2 if at else 0):
+            column -= total([other * total(other * column) for other in earlier])
+        column /= np.sqrt(total(column * column)) or np.float32(1)
+        column *= at != 1  # it depends on the first
+    columns = zip(expected.T, right.numpy().T, strict=True)
+    first, second, third = (np.multiply.outer(column, other) for column, other in columns)
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        (found,) = orthonormal([factor.to(device)])
+        assert np.array_equal(found.cpu().numpy(), expected)
+        product = torch.empty(11, 7, device=device)
+        multiply(found, right.to(device), product)
+        assert np.array_equal(product.cpu().numpy(), first + second + third)
+    torch.testing.assert_close((found.T @ found).cpu(), torch.diag(torch.tensor([1.0, 0.0, 1.0])))
 
 
 # In the executor of a node
@@ -341,14 +462,15 @@ def test_a_step_is_along_the_mean(averaging: Averaging) -> None:
     assert not torch.equal(computers[0].tasks.weights.values, before)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "rank-4"])
 @pytest.mark.parametrize(("visits", "scale"), [(0, 1.0), (3, 0.0)])
-def test_no_step_leaves_all_but_the_gradient(visits: int, scale: float) -> None:
-    computers = replicas(2, "bf16")
+def test_no_step_leaves_all_but_the_gradient(visits: int, scale: float, dtype: str) -> None:
+    computers, pair = replicas(2, dtype), in_rounds(Averaging((0, 1)), dtype)
     for each in computers:
         stepped(each, 1)
         each.tasks.weights.gradient.fill_(float("nan") if scale == 0 else 0.0)
     before = state_of(computers[0])
-    average(computers)
+    average(computers, pair)
     for each in computers:
         each.run(GradNorm(visits, alone=False))
         each.run(OptimizerStep(RATE, scale))
@@ -357,6 +479,6 @@ def test_no_step_leaves_all_but_the_gradient(visits: int, scale: float) -> None:
     assert torch.equal(state_of(computers[0]), before)
     for each in computers:
         each.tasks.weights.gradient.fill_(1.0)
-    average(computers)
+    average(computers, pair)
     norm = computers[0].run(GradNorm(2, alone=False))
     assert norm == pytest.approx(len(before) / 3), "what was not finite lives on in the remainder"

@@ -12,8 +12,11 @@ import torch
 from skippipe.codecs import EncodedTensor, decode, encode
 from skippipe.collectives import COLLECTIVES, Collective, CollectiveId, GroupConfig, MakeAverager
 from skippipe.collectives.schedule import Averaging, Piece, Schedule
+from skippipe.collectives.transfers import takes_ns
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
+from skippipe.plan import Plan
+from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.ops import BeginAveraging, GradNorm
 from skippipe.simulator import simulate
@@ -83,10 +86,29 @@ def test_every_schedule_is_simulated_and_run_alike(pieces: tuple[Piece, ...], mo
             assert all(torch.equal(replicas[0], other) for other in replicas[1:])
             torch.testing.assert_close(replicas[0], ringed.weights[stage][0])
         (report,) = run.cluster.reports
-        gradient_bytes = run.plan.costs.gradient_bytes[1]
-        planned = sum(run.plan.stages[1].averaging.link_bytes(gradient_bytes).values())
-        sent = sum(count for (a, b), count in report.sent_bytes.items() if {a, b} <= {1, 2, 3})
-        assert sent == pytest.approx(planned, rel=0.01)
+        assert sent_within_stage_1(report) == pytest.approx(planned_bytes(run.plan), rel=0.01)
+
+
+def planned_bytes(plan: Plan) -> int:
+    """That the three nodes of stage 1 send to each other."""
+    return sum(plan.stages[1].averaging.link_bytes(*plan.costs.gradient_rounds[1]).values())
+
+
+def sent_within_stage_1(report: IterationReport) -> int:
+    return sum(count for (a, b), count in report.sent_bytes.items() if {a, b} <= {1, 2, 3})
+
+
+@pytest.mark.parametrize("pieces", [(), DIRECT, BY_WAY_OF_2], ids=["ring", "direct", "trees"])
+def test_two_rounds_are_simulated_and_run_alike(pieces: tuple[Piece, ...]) -> None:
+    run = small_run(1, pieces, gradient_dtype="rank-4")
+    assert len(run.plan.costs.gradient_rounds[1]) == 2
+    taken_ns = simulate(run.plan, Timing.FULL).iteration_ns
+    assert run.cluster.finished_ns == taken_ns
+    in_one = replace(run.plan.costs, gradient_rounds=tuple((size,) for size in run.plan.costs.gradient_bytes))
+    averaging = run.plan.stages[1].averaging
+    flights_ns = takes_ns(run.plan.costs, 1, averaging) - takes_ns(in_one, 1, averaging)
+    assert flights_ns >= 2 * in_one.flight_ns[1, 2], "what is sent flies twice"
+    assert sent_within_stage_1(run.cluster.reports[0]) == pytest.approx(planned_bytes(run.plan), rel=0.01)
 
 
 def test_an_unknown_collective_is_named() -> None:

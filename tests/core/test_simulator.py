@@ -314,7 +314,7 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
     costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
     paths, lengths = path_arrays([lane.path for lane in plan.lanes])
     microbatches = np.array([lane.microbatches for lane in plan.lanes])
-    schedule = transfers.merged(tuple(averagings))
+    schedule = transfers.merged(plan.costs, averagings)
     times = transfers.transfer_times(plan.costs, averagings, range(len(averagings)))
 
     def outcome(iteration: Callable[..., tuple[int, int]], averaging: Callable[..., None]) -> list[object]:

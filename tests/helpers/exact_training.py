@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from skippipe.codecs import LOW_RANK
 from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
@@ -24,6 +25,7 @@ from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.skip_schedule import PathLength, SkipSchedule
+from skippipe.study.traffic import LowRankSum
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
@@ -133,6 +135,20 @@ def trained(
     for report, one in zip(cluster.reports, done, strict=True):
         assert math.isclose(report.rate, one.rate)
     return cluster, computers, oracle, [one.loss for one in done]
+
+
+class LowRankReference(ReferenceTrainer):
+    """One process that sums what low rank leaves of the gradients of replicas, as studies do."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rank = LOW_RANK[self.plan.workload.gradient_dtype].rank
+        shared = [step for step, each in zip(self.stages, self.plan.stages, strict=True) if len(each.nodes) > 1]
+        self.sums = [(LowRankSum(rank, [step.weights]), step.weights) for step in shared]
+
+    def sum_gradients(self) -> None:
+        for low_rank, weights in self.sums:
+            low_rank.add(0, [weights])
 
 
 def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> None:

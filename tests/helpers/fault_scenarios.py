@@ -79,12 +79,14 @@ def drawn_plan(random: Random) -> Plan:
 
 
 def averaging_anyhow(plan: Plan, random: Random) -> Plan:
-    """The same plan, but each stage averages in a way that is drawn."""
+    """The same plan, but each stage averages in a way that is drawn; one time in three, in two rounds."""
     ways = [drawn_averaging(random, each.nodes) for each in plan.stages]
     nodes = sorted(plan.stage_of)
     ways = [relayed(random, each, nodes) if random.random() < 0.4 else each for each in ways]
     stages = tuple(Stage.of(each.layers, way) for each, way in zip(plan.stages, ways, strict=True))
     plan = replace(plan, stages=stages, cluster=with_rates(plan.cluster, random))
+    if random.random() < 1 / 3:
+        plan = replace(plan, workload=replace(plan.workload, gradient_dtype="rank-4"))
     return plan.promising(simulate(plan, Timing.FULL))
 
 
@@ -126,6 +128,7 @@ class Scenario:
         about += f", a checkpoint every {self.kept_every}" * bool(self.kept_every) + ", uneven" * self.uneven
         about += f", a copy of the ends every {self.backup_every}" * bool(self.backup_every)
         about += f", held-out samples every {self.validated_every}" * bool(self.validated_every)
+        about += f", gradients of {self.plan.workload.gradient_dtype}" * (self.plan.averagings[0].rounds > 1)
         about += f", a drift of {self.drift:g}" * bool(self.drift)
         about += f", skip {self.recipe.skip}" * bool(self.recipe.phases)
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import combinations, pairwise
+from itertools import combinations
 
+from tests.helpers.oracle_averaging import Transfer, piece_transfers, stage_transfers, trees
 from tests.helpers.oracle_costs import CAP_NS, Costs, Json, Link, Node, costs, is_split
 
 
@@ -163,99 +164,19 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
     return done
 
 
-@dataclass
-class Transfer:
-    is_sum: bool  # else a contribution
-    level: int
-    stage: int
-    piece: int
-    link: Link
-    about: str  # whose contribution or copy it is
-    size: int
-    after_tasks: list[str]  # nodes that have to end their last tasks before it is ready
-    after: list[Transfer]  # what has to arrive before it is ready
-    by_relay: bool = False  # a relay sends it
-    arrived: int | None = None
-
-
-@dataclass
-class Tree:
-    """How one piece of a gradient goes to its root, and its sum from there."""
-
-    share: int
-    root: str
-    parent: dict[str, str]  # of contributions
-    source: dict[str, str]  # from which a node has its copy of the sum
-    relay: dict[str, str]
-
-
-def trees(stage: Json) -> list[Tree]:
-    ring = stage["ring"]
-    if "averaging" in stage:
-        found = []
-        for piece in stage["averaging"]:
-            root, via = piece["root"], piece.get("via", {})
-            parent = {name: via.get(name, root) for name in ring if name != root}
-            found.append(Tree(piece["share"], root, parent, parent, piece.get("relays", {})))
-        return found
-    found = []
-    for p in range(len(ring)):
-        there = ring[p:] + ring[:p]  # from r(p) to the root r(p-1)
-        back = there[-1:] + there[:-1]
-        found.append(Tree(1, there[-1], dict(pairwise(there)), {j: i for i, j in pairwise(back)}, {}))
-    return found
-
-
-def piece_transfers(tree: Tree, stage: int, piece: int, size: int) -> list[Transfer]:
-    made: list[Transfer] = []
-
-    def over(sender: str, receiver: str, about: str, relay: str | None, first: Transfer) -> Transfer:
-        """The last transfer of a way with a relay or without; `first` is like that which leaves the sender."""
-        first.link = (sender, receiver if relay is None else relay)
-        made.append(first)
-        if relay is None:
-            return first
-        waits = [] if first.is_sum else [relay]
-        way = (relay, receiver)
-        onward = Transfer(first.is_sum, first.level + 1, stage, piece, way, about, size, waits, [first], by_relay=True)
-        made.append(onward)
-        return onward
-
-    def contributions_to(name: str) -> list[Transfer]:
-        """Those that end at a node."""
-        arriving = []
-        for child in [child for child, parent in tree.parent.items() if parent == name]:
-            before = contributions_to(child)
-            level = max((transfer.level + 1 for transfer in before), default=0)
-            leaving = Transfer(False, level, stage, piece, ("", ""), child, size, after_tasks=[child], after=before)
-            arriving.append(over(child, name, child, tree.relay.get(child), leaving))
-        return arriving
-
-    def sums_from(name: str, level: int, waits: list[str], before: list[Transfer]) -> None:
-        for child in [child for child, source in tree.source.items() if source == name]:
-            leaving = Transfer(True, level, stage, piece, ("", ""), child, size, after_tasks=waits, after=before)
-            last = over(name, child, child, tree.relay.get(child), leaving)
-            sums_from(child, last.level + 1, [], [last])
-
-    sums_from(tree.root, 0, [tree.root], contributions_to(tree.root))
-    return made
-
-
 def average(plan: Json, network: Network, ended: dict[str, int]) -> list[Transfer]:
     """All transfers of all stages, with the times at which they arrive; `ended`: when nodes end their last tasks."""
     cost, transfers, places = network.cost, [], []
-    for index, (stage, gradient_bytes) in enumerate(zip(plan["stages"], cost.gradient_bytes, strict=True)):
-        cut = trees(stage)
-        whole = sum(tree.share for tree in cut)
-        for piece, tree in enumerate(cut):
-            transfers += piece_transfers(tree, index, piece, -(-gradient_bytes * tree.share // whole))
+    for index, (stage, rounds) in enumerate(zip(plan["stages"], cost.gradient_bytes, strict=True)):
+        transfers += stage_transfers(stage, index, rounds)
         others = [name for name in cost.nodes if name not in stage["ring"]]
         places.append({name: place for place, name in enumerate(stage["ring"] + others)})
 
     def rank(transfer: Transfer) -> tuple[object, ...]:
         place = places[transfer.stage]
         named = [place[name] for name in (*transfer.link, transfer.about)]
-        return (not transfer.by_relay, transfer.is_sum, transfer.level, transfer.stage, transfer.piece, *named)
+        of_round = transfer.round, transfer.is_sum, transfer.level, transfer.stage, transfer.piece
+        return (not transfer.by_relay, *of_round, *named)
 
     def ready(transfer: Transfer) -> int | None:
         sender, receiver = transfer.link

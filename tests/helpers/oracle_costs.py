@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import Any, TypeAlias
 
-Json: TypeAlias = dict[str, Any]
-Link: TypeAlias = tuple[str, str]
+from tests.helpers.oracle_averaging import Json, Link, rounds_of
+
 CAP_NS = 10**15
 
 
@@ -23,7 +22,7 @@ class Node:
 class Costs:
     nodes: dict[str, Node]  # those in a stage, in the order of the cluster
     hop_bytes: dict[bool, dict[Link, int]]  # of activations, and (True) of their gradients
-    gradient_bytes: list[int]  # by stage, like the next two
+    gradient_bytes: list[list[int]]  # by stage, like the next two, and round
     fixed_bytes: list[int]
     held_bytes: list[int]
     bandwidth: dict[Link, float]  # in the order of sender, then receiver, in the cluster
@@ -60,8 +59,13 @@ def costs(plan: Json) -> Costs:
     def trained_by(stage: int, layers: int) -> int:
         return layers * adapters if adapters else layers * layer_parameters + (ends if stage == 0 else 0) + bridges
 
+    def rounds_by(stage: int, layers: int) -> list[int]:
+        trained, dtype = trained_by(stage, layers), gradient_dtypes[stage]
+        return rounds_of(model, stage == 0, layers, trained, dtype) or [wire(trained, dtype)]
+
     def fixed_by(stage: int, layers: int) -> int:
         total = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers)
+        total += 3 * sum(rounds_by(stage, layers)) if gradient_dtypes[stage].startswith("rank-") else 0
         total += checkpointing * layer_bytes + (8 * n * t * v if stage == 0 else 0)
         if adapters:
             linear = layers * (attention + (3 * d * f if e == 1 else 0)) + (ends if stage == 0 else 0)
@@ -140,7 +144,7 @@ def costs(plan: Json) -> Costs:
             way: {link: wire(n * t * d, dtype) + work["header_bytes"] for link, dtype in each.items()}
             for way, each in hop_dtypes.items()
         },
-        gradient_bytes=[wire(count, dtype) for count, dtype in zip(trained, gradient_dtypes, strict=True)],
+        gradient_bytes=[rounds_by(stage, each["layers"]) for stage, each in enumerate(stages)],
         fixed_bytes=[fixed_by(index, stage["layers"]) for index, stage in enumerate(stages)],
         held_bytes=[held_by(stage["layers"]) for stage in stages],
         bandwidth=dict(zip(links, chain(*cluster["bandwidth_bytes_per_s"]), strict=True)),

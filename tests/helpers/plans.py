@@ -220,11 +220,11 @@ def plans(draw: st.DrawFn, lost: bool = False, devices: bool = True) -> Plan:
 @st.composite
 def codecs(draw: st.DrawFn, cluster: Cluster, stages: int) -> dict[str, Any]:
     """Fields of a workload: codecs of some links, or of none, and of every stage, or of none."""
-    codec = st.sampled_from(["fp32", "bf16", "int8"])
+    codec, low_rank = st.sampled_from(["fp32", "bf16", "int8"]), st.sampled_from(["rank-4", "rank-16"])
     name = st.sampled_from([node.name for node in cluster.nodes])
     link = st.builds(LinkDtypes, name, name, codec, codec)
     rows = st.lists(link, min_size=1, max_size=30, unique_by=lambda row: row[:2])
-    of_stages = st.lists(codec, min_size=stages, max_size=stages)
+    of_stages = st.lists(codec | low_rank, min_size=stages, max_size=stages)
     drawn = draw(st.just(()) | rows), draw(st.just(()) | of_stages)
     return dict(zip(("wire_dtypes", "gradient_dtypes"), map(tuple, drawn), strict=True))
 

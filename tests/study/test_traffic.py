@@ -103,7 +103,7 @@ def test_lossless_codecs_change_nothing() -> None:
     plan, spec = plan_of(LANES)
     plain = trained(plan, spec, Traffic())
     assert apart(trained(plan, spec, Traffic("fp32", gradients="fp32", replicas=REPLICAS)), plain) == 0
-    assert apart(trained(plan, spec, Traffic(gradients="rank 32")), plain) == 0, "no matrix is larger than its factors"
+    assert apart(trained(plan, spec, Traffic(gradients="rank-32")), plain) == 0, "no matrix is larger than its factors"
 
 
 def test_low_rank_is_powersgd() -> None:
@@ -171,6 +171,7 @@ def test_results_from_before_codecs_are_still_known() -> None:
     assert run.settings["variant"]["traffic"] == {"wire": "int8", "wire_back": "", "gradients": "rank 4", "replicas": 3}
     assert run.settings["measuring"]["wire"] == ["int8"]
     assert variant_of({"settings": run.settings}).traffic == coded.traffic
+    assert Traffic(gradients="rank-4").rank == coded.traffic.rank == 4
 
 
 def test_replicas_have_parts_of_one_shape() -> None:

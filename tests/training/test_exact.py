@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from typing import Any
@@ -21,8 +22,11 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.plan import Lane, Plan
-from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
+from skippipe.runtime.simulation.fault_injection import kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.reference import ReferenceTrainer
@@ -34,6 +38,7 @@ from tests.helpers.exact_training import (
     LEARNING,
     SKIPPED,
     SWAPPED,
+    LowRankReference,
     assert_exact,
     assert_replicas_alike,
     plan_of,
@@ -58,9 +63,10 @@ def test_many_nodes_are_one_process(paths: str, layers: tuple[int, ...], split: 
     assert_exact(*plan_of(PATHS[paths], layers, split=split))
 
 
-@pytest.mark.parametrize(
-    "pieces", [(Piece(2, 3), Piece(3, 1), Piece(4, 2)), (Piece(4, 2, ((2, 3),)), Piece(2, 1, ((4, 3),)))]
-)
+WAYS = (Piece(2, 3), Piece(3, 1), Piece(4, 2)), (Piece(4, 2, ((2, 3),)), Piece(2, 1, ((4, 3),)))
+
+
+@pytest.mark.parametrize("pieces", WAYS, ids=["direct", "trees"])
 def test_every_way_to_average(pieces: tuple[Piece, ...]) -> None:
     assert_exact(*plan_of(SKIPPED, pieces=pieces))
 
@@ -161,6 +167,45 @@ def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(
     assert_replicas_alike(plan, computers)
     off = distance(weights_of(plan, computers), oracle.weights())
     assert 0 < off < share * LEARNING.rate  # where a gradient is next to nothing, Adam makes a step of a wrong sign
+
+
+@pytest.mark.parametrize(("family", "pieces"), [("llama", WAYS[0]), ("qwen3_moe", WAYS[1])])
+def test_low_rank(family: str, pieces: tuple[Piece, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both rounds, error feedback and the factors of the iteration before."""
+    plan, spec = plan_of(SKIPPED, family=family, gradient_dtype="rank-4", pieces=pieces)
+    exact = ReferenceTrainer(plan, spec, LEARNING, sampler_of(plan))
+    for number in range(ITERATIONS):
+        exact.iteration(number)
+    monkeypatch.setattr(exact_training, "ReferenceTrainer", LowRankReference)
+    cluster, computers, oracle, losses = trained(plan, spec)
+    assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-5)
+    assert_replicas_alike(plan, computers)
+    off = distance(weights_of(plan, computers), oracle.weights())
+    assert off < 0.01 * distance(exact.weights(), oracle.weights())
+
+
+def test_a_node_that_is_lost_in_either_round_comes_back_to_the_same_bits() -> None:
+    """With nothing kept and first factors of its own; the others have factors of the iterations before."""
+    plan, spec = plan_of(FULL, gradient_dtype="rank-4", pieces=WAYS[1])
+    cluster = VirtualCluster(
+        plan,
+        CoordinatorSettings(LEARNING, 8, recovery=RecoverySettings(planning=timedelta(0))),
+        tensors_of(plan, spec),
+        builder=lambda node, plan: tensors_of(plan, spec)[node],
+        faults=[
+            kill(node=2).at(iteration=1, during="averaging").back_after(0.1),
+            kill(node=7).at(iteration=2, during="averaging").back_after(0.1),
+        ],
+    )
+    cluster.run()
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    assert [event.node for _, event in cluster.events if event.kind == "able"] == [2, 7]
+    for stage in plan.stages:
+        one, *others = (cluster.executor_of[node] for node in stage.nodes)
+        assert isinstance(one, StageExecutor)
+        for other in others:
+            assert isinstance(other, StageExecutor)
+            assert torch.equal(one.tasks.weights.values, other.tasks.weights.values)
 
 
 def test_clipping_is_by_the_norm_of_the_whole_model() -> None:

@@ -43,6 +43,7 @@ from skippipe.training.run import Run
 from skippipe.transport.mailbox import Security
 from skippipe.transport.message import Hop, Message
 from skippipe.workload import Workload
+from tests.helpers.exact_training import LowRankReference
 from tests.helpers.models import FAMILIES, tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.processes import alive, owner, wait_for
@@ -131,6 +132,15 @@ def train(folder: Path) -> None:
     watching = Watching(folder)
     run = run_in(folder, ITERATIONS, "curve", emulated=True)
     run.launch_local(watching, watching.started)
+
+
+def at_low_rank(plan: Plan) -> Plan:
+    return replace(plan, workload=replace(plan.workload, gradient_dtype="rank-4"))
+
+
+def train_at_low_rank(folder: Path) -> None:
+    watching, plan = Watching(folder), at_low_rank(node_config_in(folder)[0].plan)
+    run_in(folder, ITERATIONS, "curve", plan=plan).launch_local(watching, watching.started)
 
 
 def with_checkpoints(run: Run, every: int) -> Run:
@@ -257,6 +267,19 @@ def test_processes_train_what_one_process_does(tmp_path: Path) -> None:
     logs = {path.stem: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert logs == dict.fromkeys(("n0", "n1", "n2", "n3", "n4"), ""), "a node that was let go has nothing to say"
     assert not any(alive(pid) for pid in pids_in(tmp_path))
+
+
+@pytest.mark.slow
+def test_processes_train_at_low_rank_what_one_process_does(tmp_path: Path) -> None:
+    with owner(train_at_low_rank, tmp_path) as process:
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0
+    node_config, spec = node_config_in(tmp_path)
+    oracle = LowRankReference(at_low_rank(node_config.plan), spec, LEARNING, node_config.sampler())
+    exact = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())
+    expected = [(oracle.iteration(number).loss, exact.iteration(number).loss) for number in range(ITERATIONS)]
+    assert expected[-1][0] != pytest.approx(expected[-1][1], rel=3e-5)
+    assert [row[0] for row in told(tmp_path)] == pytest.approx([losses[0] for losses in expected], rel=1e-5)
 
 
 def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:

@@ -102,18 +102,21 @@ def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: 
 
 
 def averaging_by_size_ns(problem: Problem, stage: int, most: int) -> list[int]:
-    """Least time for which a stage of 1, 2, … nodes averages after the last of them is done."""
+    """Least time for which a stage of 1, 2, … nodes averages after the last of them is done. A round takes as long
+    after the last node has ended the one before."""
     costs = problem.costs
     able = np.flatnonzero(costs.slots[stage] > 0)
     bandwidth = costs.bandwidth_bytes_per_s[np.ix_(able, able)].copy()
     np.fill_diagonal(bandwidth, 0)
     flight_ns = costs.flight_ns[np.ix_(able, able)] + np.diag(np.full(len(able), NEVER_NS))
     if costs.collective.only_rings:
-        return _ring_by_size_ns(costs.gradient_bytes[stage], bandwidth, flight_ns, most)
-    return _exchange_by_size_ns(costs, stage, able, most)
+        rounds = [_ring_by_size_ns(size, bandwidth, flight_ns, most) for size in costs.gradient_rounds[stage]]
+    else:
+        rounds = [_exchange_by_size_ns(costs, size, able, most) for size in costs.gradient_rounds[stage]]
+    return [min(sum(each), NEVER_NS) for each in zip(*rounds, strict=True)]
 
 
-def _exchange_by_size_ns(costs: CostModel, stage: int, able: Ints, most: int) -> list[int]:
+def _exchange_by_size_ns(costs: CostModel, gradient_bytes: int, able: Ints, most: int) -> list[int]:
     """Whatever the pieces, trees and relays: all of the last node's gradient leaves it afterwards, over all its links,
     as contributions or within the sums of which it is the root; and some node has all but an m-th of the sum still to
     come, which cannot set out before the last node's contribution has arrived."""
@@ -122,7 +125,7 @@ def _exchange_by_size_ns(costs: CostModel, stage: int, able: Ints, most: int) ->
     leaves = np.minimum(bandwidth.sum(axis=1), costs.upload_bytes_per_s)[able].max(initial=0)
     enters = np.minimum(bandwidth.sum(axis=0), costs.download_bytes_per_s)[able].max(initial=0)
     apart_ns = costs.flight_ns + np.diag(np.full(costs.nodes, NEVER_NS))
-    least_flight_ns, gradient_bytes = int(apart_ns.min()), costs.gradient_bytes[stage]
+    least_flight_ns = int(apart_ns.min())
     found = [0]
     for size in range(2, most + 1):
         if size > len(able) or leaves == 0 or enters == 0:

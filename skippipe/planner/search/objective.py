@@ -168,6 +168,11 @@ def _estimate_exchange(state: State, stage: int, idle: Ints, tables: Tables, tra
             transfers_ns[1],
             transfers_ns[2],
         )
+        rounds = tables.rounds[min(stage, len(tables.rounds) - 1)]
+        for place in range(members):  # all that is sent is as much in several rounds as in one, but flies in each
+            for other in range(members):
+                if other != place:
+                    transfers_ns[2, place, other] *= rounds
 
 
 @kernel
@@ -185,7 +190,7 @@ def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables, transfers
         there = state.ring[stage, place + 1 if place + 1 < members else 0]
         done[place] = done_ns[here]
         transmit[place] = link_ns(-(-gradient_bytes // members), tables.bandwidth[here, there])
-        flight[place] = tables.flight_ns[here, there]
+        flight[place] = tables.flight_ns[here, there] * tables.rounds[min(stage, len(tables.rounds) - 1)]
     averaged = ring_ns(done, transmit, flight)
     if not tables.only_rings:
         averaged = min(averaged, exchange_ns(done, transfers_ns[0], transfers_ns[1], transfers_ns[2]))

@@ -65,6 +65,8 @@ class Tables(NamedTuple):
     """[stage, layers, node]: tasks side by side."""
     gradient_bytes: Ints
     """[stage, layers]"""
+    rounds: Ints
+    """[stage]: rounds of averaging, over which these bytes are divided."""
     flight_ns: Ints
     transmit_ns: Ints
     upload_ns: Ints
@@ -121,6 +123,7 @@ def tables_of(
         slots=np.array([[one.slots[stage] for one in each] for stage in stages]),
         workers=np.array([[one.workers[stage] for one in each] for stage in stages]),
         gradient_bytes=np.array([[one.gradient_bytes[stage] for one in each] for stage in stages]),
+        rounds=np.array([len(costs.gradient_rounds[stage]) for stage in stages]),
         flight_ns=costs.flight_ns,
         transmit_ns=costs.transmit_ns,
         upload_ns=costs.upload_ns,

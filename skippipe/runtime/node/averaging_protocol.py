@@ -18,8 +18,8 @@ FIRST, LAST = -1, 2**31  # ranks of operations: before all that send something, 
 
 
 class OutgoingPiece(NamedTuple):
-    rank: tuple[bool, bool, int]
-    """What goes first, as in the simulator: what is forwarded, contributions, a smaller level."""
+    rank: tuple[bool, int, bool, int]
+    """What goes first, as in the simulator: what is forwarded, an earlier round, contributions, a smaller level."""
     stage: int
     transfer: int
     receiver: int
@@ -71,7 +71,7 @@ class AveragingProtocol:
                     self._up[each.piece] = at
             elif each.receiver == here and not each.total and at not in self.schedule.forwarded:
                 self._awaited[each.piece] = self._awaited.get(each.piece, 0) + 1
-        pieces = range(len(self.schedule.shares)) if in_messages and not self._alone else range(0)
+        pieces = range(self.schedule.pieces) if in_messages and not self._alone else range(0)
         self._given: dict[int, dict[int, Any]] = {piece: {} for piece in pieces}
         """Piece → contributions that have come, by the place of the node that made them, until this one adds its
         own."""
@@ -151,11 +151,15 @@ class AveragingProtocol:
             numbers = self._totals.get(op.piece, [])
         for number in numbers:
             self._pass_on(self._stage, number, payload)
+        if self.schedule.rounds > 1 and self._round_begins(op.piece + len(self.schedule.shares)):
+            for piece in list(self._given):
+                self._contribute_if_possible(piece)
 
     def _pass_on(self, stage: int, number: int, body: Any) -> None:
         averaging = self.averagings[stage]
         each = averaging.schedule.transfers[number]
-        rank = number not in averaging.schedule.forwarding, each.total, each.level
+        own = number not in averaging.schedule.forwarding
+        rank = own, averaging.schedule.round_of(each.piece), each.total, each.level
         self._outgoing.append(OutgoingPiece(rank, stage, number, averaging.nodes[each.receiver], body))
 
     def take_outgoing(self, done: Collection[int]) -> list[OutgoingPiece]:
@@ -168,8 +172,13 @@ class AveragingProtocol:
         self._outgoing = [each for each in self._outgoing if each.receiver in waits]
         return sorted(found, key=lambda each: each[:3])
 
+    def _round_begins(self, piece: int) -> bool:
+        """Whether this node has all totals of the rounds before that of a piece."""
+        earlier = self.schedule.round_of(piece) * len(self.schedule.shares)
+        return earlier == 0 or min(self._incomplete, default=earlier) >= earlier
+
     def _contribute_if_possible(self, piece: int) -> None:
-        if len(self._given[piece]) < self._awaited.get(piece, 0):
+        if len(self._given[piece]) < self._awaited.get(piece, 0) or not self._round_begins(piece):
             return
         given = self._given.pop(piece)
         up = self._up.get(piece)

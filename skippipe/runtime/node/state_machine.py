@@ -425,7 +425,7 @@ class TrainingNode(BaseNode):
 
     def _new_attempt(self) -> AveragingProtocol:
         """All nodes derive the same schedules from the plan and the nodes that were lost."""
-        averagings = [stage.averaging.without(self._gone) for stage in self.plan.stages]
+        averagings = [each.without(self._gone) for each in self.plan.averagings]
         in_messages = COLLECTIVES[self.plan.workload.collective].in_messages
         shared = [at for at, node in enumerate(self.plan.cluster.nodes) if node.download_bytes_per_s]
         return AveragingProtocol(self.number, self.stage, averagings, in_messages=in_messages, shared=shared)

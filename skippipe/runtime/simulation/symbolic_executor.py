@@ -78,7 +78,7 @@ class SymbolicExecutor:
         """Pieces of the attempt at averaging that this node has not contributed to."""
         self._pieces: dict[int, Counter[MicrobatchKey]] = {}
         """Totals that this node has adopted."""
-        self._number_of_pieces = 0
+        self._number_of_pieces = self._of_round = 0
         self._mean: Counter[MicrobatchKey] = Counter()
         self.state: list[tuple[MicrobatchKey, ...]] = []
         """Stands for the weights: the microbatches in the gradient of every step taken, from the first."""
@@ -119,7 +119,7 @@ class SymbolicExecutor:
                     self._sum.clear()
                 return sound
             case BeginAveraging():
-                self._expected = set(range(len(op.schedule.shares)))
+                self._expected, self._of_round = set(range(op.schedule.pieces)), len(op.schedule.shares)
                 self._number_of_pieces, self._pieces = len(self._expected), {}
             case ContributePiece():
                 return self._contribute(op)
@@ -231,6 +231,8 @@ class SymbolicExecutor:
 
     def _contribute(self, op: ContributePiece) -> Gradient:
         self._expected.remove(op.piece)
+        earlier = range(op.piece // self._of_round * self._of_round)
+        assert self._pieces.keys() >= set(earlier), "a contribution before all totals of the round before are here"
         visits = self._sum.copy()
         for each in op.given:
             assert each.piece == op.piece, (each, op.piece)

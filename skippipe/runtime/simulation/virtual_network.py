@@ -65,7 +65,7 @@ class VirtualNetwork:
             size = node.plan.workload.activation_bytes
         elif isinstance(header, GradientPiece):
             averaging = node.averagings[header.stage]
-            sizes = averaging.piece_bytes(costs.gradient_bytes[header.stage])
+            sizes = averaging.piece_bytes(*costs.gradient_rounds[header.stage])
             size = sizes[averaging.schedule.transfers[header.transfer].piece]
         else:
             is_backup = isinstance(header, BackupPiece)
