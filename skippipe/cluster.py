@@ -23,6 +23,7 @@ from skippipe.value_ranges import NODES, POSITIVE, Range, check_ranges, range_of
 
 FORMAT = "skippipe-cluster"
 VERSION = 2
+ONE_DEVICE = ("devices", 1)  # is not written
 WITHOUT_RATES = 1  # the version of files in which no node has rates of its own; they are still written as such
 Matrix = NDArray[np.float64]
 
@@ -43,6 +44,8 @@ class Node:
     """What all its links together carry from it, such as an access line's upload; None: no limit but the links'."""
     download_bytes_per_s: Annotated[float | None, Range(1, 10**18)] = None
     """The same towards it."""
+    devices: Annotated[int, Range(1, 64)] = 1
+    """Alike devices that work side by side on it; speed and memory are those of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +131,10 @@ class Cluster:
             "version": VERSION if limited else WITHOUT_RATES,
             "name": self.name,
             "hop_overhead_s": self.hop_overhead_s,
-            "nodes": [{name: value for name, value in vars(node).items() if value is not None} for node in self.nodes],
+            "nodes": [
+                {name: value for name, value in vars(node).items() if value is not None and (name, value) != ONE_DEVICE}
+                for node in self.nodes
+            ],
             "latency_s": self.latency_s.tolist(),
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s.tolist(),
         }
@@ -152,6 +158,7 @@ class Cluster:
                     entry.number("flops_per_s"),
                     entry.integer("memory_bytes"),
                     *rates,
+                    entry.integer("devices") if entry.mentions("devices") else 1,
                 )
             )
             entry.close()

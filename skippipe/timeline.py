@@ -37,6 +37,8 @@ class Task(NamedTuple):
     ready_ns: int
     start_ns: int
     end_ns: int
+    device: int = 0
+    """The device of the node, of those that work side by side; in files all are on the first."""
 
 
 NODE_TIMES = ("forward_s", "backward_s", "weight_s", "head_s", "optimizer_s", "busy_s", "collision_s")

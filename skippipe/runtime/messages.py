@@ -122,7 +122,8 @@ class Averaged(ControlMessage, frozen=True):
     visits: list[list[Count]]
     """Lane and microbatch of all that are in this node's sum of gradients."""
     tasks: list[list[Count]]
-    """Lane, microbatch, step, ready, start and end in ns since the iteration began here; empty unless recorded."""
+    """Lane, microbatch, step, ready, start and end in ns since the iteration began here, and the device unless it is
+    the first; empty unless recorded."""
     sent_bytes: list[list[Count]]
     """Receiver, and bytes of tensors sent to it in this iteration."""
     speeds: list[list[Count]]
@@ -195,6 +196,8 @@ class Computed(ControlMessage, frozen=True):
     device: str
     machine: str
     """Nodes with the same name here share one machine."""
+    devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    """Alike devices of the node; time and memory are those of one."""
 
 
 class Probed(ControlMessage, frozen=True):

@@ -185,6 +185,18 @@ class StageExecutor:
         self._averaged = None
         return None
 
+    def follow(self, leader: StageExecutor) -> None:
+        """Have this device of the node step along the gradient that another one has averaged."""
+        assert leader._averaged is not None, "a step before the norm of its gradient was taken"
+        count, summed = leader._averaged
+        self.tasks.weights.gradient.copy_(leader.tasks.weights.gradient if summed is None else summed)
+        self._averaged = count, None
+
+    def take_over(self, former: StageExecutor) -> None:
+        """Keep what only the node's first device keeps, now that this one is the first."""
+        self._snapshot = former._snapshot
+        self._backup, self._incoming_backup = former._backup, former._incoming_backup
+
     def _clear_gradients(self) -> None:
         self.tasks.weights.gradient.zero_()
         self._averager.close(followed=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
 from skippipe.collectives.peer_to_peer import GradientAverager
-from skippipe.model.model_spec import check_device
 from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
-from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles
+from skippipe.runtime.device_pool import DevicePool
+from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles, node_devices
 from skippipe.runtime.node.ops import planned_ns
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.node_config import NodeConfig
@@ -29,9 +30,11 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
     stage = plan.stage_of[number]
     name = join_config.name
     others = plan.cluster.number.keys() - {name} if node_config.emulated else set()
+    devices = node_devices(join_config.devices, node_config.device, plan.cluster.nodes[number].devices)
     return Role(
-        machine=TrainingNode(number, plan, env),
-        build=lambda: build_executor(number, node_config, join_config),
+        machine=TrainingNode(number, plan, env, len(devices)),
+        build=lambda: build_executor(number, node_config, join_config, devices),
+        devices=len(devices),
         numbers=dict(plan.cluster.number),
         heartbeat_s=node_config.heartbeat_s,
         threads=node_config.threads,
@@ -46,17 +49,25 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
 ROLES: Roles = {TRAINING: train_role}
 
 
-def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig) -> StageExecutor:
-    """The executor of a node in its own process, with its device and its copy of the text."""
+def build_executor(
+    number: int, node_config: NodeConfig, join_config: JoinConfig, devices: Sequence[str]
+) -> StageExecutor | DevicePool:
+    """The executor of a node in its own process, with its devices and its copy of the text."""
     stage = node_config.plan.stage_of[number]
-    device = join_config.device or node_config.device
-    check_device(device)  # before others wait for this node
     sampler = node_config.sampler(join_config.data_folder) if stage == 0 else None
     held_out = node_config.held_out_sampler(join_config.data_folder) if stage == 0 else None
     plan = node_config.plan
-    group = GroupConfig(number, tuple(each.ring for each in plan.stages), node_config.rendezvous, device)
+    group = GroupConfig(number, tuple(each.ring for each in plan.stages), node_config.rendezvous, devices[0])
     make_averager = COLLECTIVES[plan.workload.collective].join(group)
-    return build_stage_executor(stage, node_config, device, sampler, make_averager=make_averager, held_out=held_out)
+    return build_node_executor(stage, node_config, devices, sampler, make_averager=make_averager, held_out=held_out)
+
+
+def build_node_executor(
+    stage: int, node_config: NodeConfig, devices: Sequence[str], sampler: BatchSampler | None, **options: Any
+) -> StageExecutor | DevicePool:
+    """The executor of a node that holds a stage, on one device or on several alike."""
+    made = [build_stage_executor(stage, node_config, device, sampler, **options) for device in devices]
+    return DevicePool(made) if len(made) > 1 else made[0]
 
 
 def build_stage_executor(
@@ -70,7 +81,6 @@ def build_stage_executor(
     held_out: BatchSampler | None = None,
 ) -> StageExecutor:
     """The executor of a stage; only the layers of this stage are made."""
-    check_device(device)
     spec, plan = node_config.spec(), node_config.plan
     tasks = StageStep(
         spec,

@@ -48,8 +48,8 @@ def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
     """
     tasks = tuple(
         sorted(
-            (Task(lane, microbatch, step, node, *times) for node, rows in report.tasks.items()
-             for lane, microbatch, step, *times in rows),
+            (Task(lane, microbatch, step, node, *rest) for node, rows in report.tasks.items()
+             for lane, microbatch, step, *rest in rows),
             key=lambda task: task.start_ns,
         )
     )  # fmt: skip

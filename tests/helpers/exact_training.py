@@ -20,6 +20,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.device_pool import DevicePool
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
@@ -76,11 +77,12 @@ def held_out_sampler(microbatches: int) -> BatchSampler:
 
 def tensors_of(
     plan: Plan, spec: ModelSpec, learning: OptimConfig = LEARNING, recipe: SkipSchedule | None = None
-) -> dict[int, StageExecutor]:
+) -> dict[int, StageExecutor | DevicePool]:
     ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     work = plan.workload
-    return {
-        node: StageExecutor(
+
+    def one(stage: int) -> StageExecutor:
+        return StageExecutor(
             stage,
             plan.layers,
             work,
@@ -99,7 +101,11 @@ def tensors_of(
             recipe=recipe,
             held_out=held_out_sampler(HELD_OUT) if stage == 0 else None,
         )
+
+    return {
+        node: DevicePool([one(stage) for _ in range(devices)]) if devices > 1 else one(stage)
         for node, stage in plan.stage_of.items()
+        for devices in [plan.cluster.nodes[node].devices]
     }
 
 
@@ -110,7 +116,7 @@ def trained(
     recipe: SkipSchedule | None = None,
     *others: Plan,
     plans: Mapping[PathLength, Plan] | None = None,
-) -> tuple[VirtualCluster, dict[int, StageExecutor], ReferenceTrainer, list[float]]:
+) -> tuple[VirtualCluster, dict[int, StageExecutor | DevicePool], ReferenceTrainer, list[float]]:
     """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
     random = np.random.default_rng(1)
     recipe, plans = recipe or SkipSchedule(), plans or {other.visited: other for other in others}
@@ -135,11 +141,13 @@ def trained(
     return cluster, computers, oracle, [one.loss for one in done]
 
 
-def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> None:
+def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor | DevicePool]) -> None:
     """To the last bit."""
     for stage in plan.stages:
-        for node in stage.nodes[1:]:
-            assert torch.equal(computers[stage.nodes[0]].tasks.weights.values, computers[node].tasks.weights.values)
+        values = computers[stage.nodes[0]].tasks.weights.values
+        for executor in (computers[node] for node in stage.nodes):
+            for each in executor.devices.values() if isinstance(executor, DevicePool) else [executor]:
+                assert torch.equal(each.tasks.weights.values, values)
 
 
 def assert_exact(
@@ -165,7 +173,7 @@ def _named(name: str, text: str) -> str:
     return f"{name}: {text}"
 
 
-def weights_of(plan: Plan, computers: dict[int, StageExecutor]) -> dict[str, torch.Tensor]:
+def weights_of(plan: Plan, computers: dict[int, StageExecutor | DevicePool]) -> dict[str, torch.Tensor]:
     return {
         name: each.detach()
         for stage in plan.stages

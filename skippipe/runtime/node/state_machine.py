@@ -91,8 +91,10 @@ MOST_EARLY = 64  # messages of one sender that are kept because they are ahead o
 class TrainingNode(BaseNode):
     """One node of a run: its phase in the iteration, its tasks, its part in averaging, and its state transfers."""
 
-    def __init__(self, number: int, plan: Plan, env: NodeEnv) -> None:
+    def __init__(self, number: int, plan: Plan, env: NodeEnv, devices: int | None = None) -> None:
+        """`devices`: as many as the node has that work side by side; none: those of the plan."""
         super().__init__(number, env)
+        self.devices = set(range(devices or plan.cluster.nodes[number].devices))
         self.stage = plan.stage_of[number]
         self.phase = NodePhase.WAITING
         self.iteration = -1
@@ -216,16 +218,16 @@ class TrainingNode(BaseNode):
 
     def finished(self, op: Op, result: Any) -> None:
         """An operation that was started is done."""
-        counts = self._ops.finished()
+        counts = self._ops.finished(op)
         if isinstance(op, CheckFinite) and not result:
             self._scheduler.contributed.clear()
         if not counts:
             if isinstance(op, StageTask):
-                self._scheduler.discard_running()
+                self._scheduler.discard_running(op)
             return
         match op:
             case StageTask():
-                self._scheduler.finish(result)
+                self._scheduler.finish(op, result)
                 self._average_if_done()
             case EvaluateSamples():
                 self._evaluation.finished(op, result)
@@ -247,31 +249,42 @@ class TrainingNode(BaseNode):
                 self._transfer.finished(op, result)
 
     def decide(self) -> None:
-        """Start the operation that goes next, if none runs."""
+        """Start the operation that goes next, if none runs; of tasks, one for each device."""
         self._send_pieces()
-        if self._ops.running is not None or self.stopped or self._ops.start_next():
+        if self.stopped or self._ops.start_next():
+            return
+        if self._ops.running:
+            if all(isinstance(each, StageTask) for each in self._ops.running):
+                self._start_tasks()
             return
         if self.phase is NodePhase.WAITING and (samples := self._evaluation.next()) is not None:
             self._ops.start(samples)
         if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._visits)) is not None:
             self._ops.start(op)
+        self._start_tasks()
+        if self.phase is NodePhase.DRAINING and not self._scheduler.has_deferred:
+            self._finish_draining()
+
+    def _start_tasks(self) -> None:
         if self.phase not in (NodePhase.RUNNING, NodePhase.DRAINING):
             return
-        task = self._scheduler.next()
-        if task is not None:
+        while len(self._ops.running) < len(self.devices) and (task := self._scheduler.next()) is not None:
             self._ops.start(task)
-        elif self.phase is NodePhase.DRAINING and not self._scheduler.has_deferred:
-            self._finish_draining()
 
     @property
     def doing(self) -> str:
         """The operation that runs, or what the node waits for, in words for people."""
-        op = self._ops.running
+        op = self._ops.running[0] if self._ops.running else None
         if isinstance(op, StageTask):
             return f"step {op.step} of microbatch {op.microbatch} on lane {op.lane}, iteration {op.iteration + 1}"
         if op is not None:
             return f"{op_name(op)}, iteration {self.iteration + 1}"
         return f"{self.phase.value}, iteration {self.iteration + 1}"
+
+    @property
+    def running(self) -> Sequence[Op]:
+        """Operations that run now."""
+        return self._ops.running
 
     @property
     def averagings(self) -> Sequence[Averaging]:
@@ -414,8 +427,7 @@ class TrainingNode(BaseNode):
         self._stop_averaging()
         self.phase = NodePhase.RUNNING
         self.epoch = change.epoch
-        if self._scheduler.reroute(change):
-            self._ops.cancelled = True
+        self._ops.cancel_running(self._scheduler.reroute(change))
         self._take_early()
 
     def _stop_averaging(self) -> None:

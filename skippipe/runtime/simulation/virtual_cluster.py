@@ -300,13 +300,14 @@ class VirtualCluster:
         duration_ns = int(self.disturb(planned) * self._slowed.get(number, 1.0))
         if isinstance(op, OptimizerStep):
             self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
-        if self._idle_ns.pop(number, None) != self.now_ns:
-            self._busy_ns[number] = self.now_ns
         node = self.nodes[number]
+        if self._idle_ns.pop(number, None) != self.now_ns and len(node.running) == 1:
+            self._busy_ns[number] = self.now_ns
 
         def finish() -> None:
-            self._idle_ns[number] = self.now_ns
             node.finished(op, result)
+            if not node.running:
+                self._idle_ns[number] = self.now_ns
 
         self.deliver(number, number, finish, duration_ns)
         for fault in [each for each in self._pending if self._strikes(each, number, op)]:
