@@ -157,7 +157,8 @@ class Cluster:
                     entry.text("location"),
                     entry.number("flops_per_s"),
                     entry.integer("memory_bytes"),
-                    *rates,
+                    rates[0],
+                    rates[1],
                     entry.integer("devices") if entry.mentions("devices") else 1,
                 )
             )

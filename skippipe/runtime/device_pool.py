@@ -20,6 +20,7 @@ import torch
 from skippipe.collectives.schedule import Schedule
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.node.ops import (
+    OPS_OF_AVERAGING,
     AdoptPiece,
     BeginAveraging,
     CheckFinite,
@@ -45,8 +46,10 @@ class DevicePool:
 
     def __init__(self, executors: Sequence[StageExecutor]) -> None:
         self.devices = dict(enumerate(executors))
-        self._lost: dict[int, str] = {}
-        """Device that failed → why."""
+        self._lost: set[int] = set()
+        """Devices that have failed."""
+        self._unreported: list[DeviceLost] = []
+        """Those of which no operation has been told so."""
         self._threads = ThreadPoolExecutor(len(executors), thread_name_prefix="device")
 
     @property
@@ -59,6 +62,9 @@ class DevicePool:
         return self.first.tasks
 
     def run(self, op: Op) -> Any:
+        """The result of an operation; `DeviceLost` if it is of an iteration, and what a device has added up is gone."""
+        if self._unreported and isinstance(op, (StageTask, *OPS_OF_AVERAGING)):
+            return self._unreported.pop()
         match op:
             case StageTask():
                 return self._run_on(op.device, op)
@@ -78,17 +84,14 @@ class DevicePool:
     def fits(self, message: Message, expected: Schedule) -> bool:
         return self.first.fits(message, expected)
 
-    def lose(self, device: int, reason: str) -> DeviceLost:
-        """A device has failed: its stage, and what it has added up, are gone."""
-        failed = self.devices.get(device)
-        if failed is not None and len(self.devices) > 1:
-            was_first = failed is self.first
-            del self.devices[device]
-            self._lost[device] = reason
-            if was_first:
-                self.first.take_over(failed)
-            log.warning("device %d of this node has failed, %d are left: %s", device, len(self.devices), reason)
-        return DeviceLost(device, self._lost.get(device, reason))
+    def lose(self, device: int, reason: str) -> None:
+        """A device has failed, and is not the last: its stage, and what it has added up, are gone."""
+        former_first, failed = self.first, self.devices.pop(device)
+        self._lost.add(device)
+        if failed is former_first:
+            self.first.take_over(failed)
+        self._unreported.append(DeviceLost(device, reason))
+        log.warning("device %d of this node has failed, %d are left: %s", device, len(self.devices), reason)
 
     @property
     def _others(self) -> list[tuple[int, StageExecutor]]:
@@ -96,24 +99,26 @@ class DevicePool:
 
     def _run_on(self, device: int, op: Op) -> Any:
         """The result; `DeviceLost` if the device has failed, or fails now."""
-        if device in self._lost:
-            return DeviceLost(device, self._lost[device])
+        if device in self._lost:  # the operation has waited for it
+            return DeviceLost(device, "it has failed before")
         try:
             return self.devices[device].run(op)
         except torch.AcceleratorError as error:
             if len(self.devices) == 1:
                 raise
-            return self.lose(device, _first_line(error))
+            self.lose(device, _first_line(error))
+            return self._unreported.pop()
 
     def _run_on_all(self, op: Op) -> Any:
-        """On every device at the same time; gives the result of the first one that has not failed."""
+        """On every device at the same time; gives the result of one that has not failed, and reports those later."""
         results = list(self._threads.map(lambda device: self._run_on(device, op), list(self.devices)))
+        self._unreported += [each for each in results if isinstance(each, DeviceLost)]
         return next(each for each in results if not isinstance(each, DeviceLost))
 
     def _run_on_first(self, op: Op) -> Any:
         """What any device can do, because all have the same state."""
         while isinstance(result := self._run_on(next(iter(self.devices)), op), DeviceLost):
-            pass
+            self._unreported.append(result)
         return result
 
     def _sum_gradients(self) -> DeviceLost | None:
@@ -127,7 +132,8 @@ class DevicePool:
                     total[part].add_(gradient[part].to(total.device))
                 gradient.zero_()
             except torch.AcceleratorError as error:
-                return self.lose(first if _responds(each) else device, _first_line(error))
+                self.lose(first if _responds(each) else device, _first_line(error))
+                return self._unreported.pop()
         return None
 
     def _hand_over_gradient(self) -> None:

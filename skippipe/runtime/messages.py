@@ -73,6 +73,15 @@ class Ready(ControlMessage, frozen=True):
     """The number of the `Welcome` or `Recover` that this answers."""
 
 
+class Devices(ControlMessage, frozen=True):
+    """How many devices of the node work, if not as many as planned; why one has failed, if one has, and the epoch of
+    the iteration whose gradients are lost with it."""
+
+    working: Count
+    lost: str = ""
+    epoch: Count | None = None
+
+
 class Heartbeat(ControlMessage, frozen=True):
     """The node is alive."""
 
@@ -188,7 +197,7 @@ class StepFailed(ControlMessage, frozen=True):
 
 
 class Computed(ControlMessage, frozen=True):
-    """Profiling: how long one layer takes on this node, and the memory that the node has."""
+    """Profiling: how long one layer takes on this node, and the memory that it has; of one of its alike devices."""
 
     passes: list[list[float]]
     """Seconds of the forward and of the backward pass with a microbatch, once for each repetition."""
@@ -197,7 +206,6 @@ class Computed(ControlMessage, frozen=True):
     machine: str
     """Nodes with the same name here share one machine."""
     devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
-    """Alike devices of the node; time and memory are those of one."""
 
 
 class Probed(ControlMessage, frozen=True):
@@ -247,7 +255,6 @@ class StateDigest(ControlMessage, frozen=True):
     first: Count
     digest: str
     assignment: Count
-    """As in `StateRequest`."""
 
 
 # From the coordinator to a node
@@ -277,7 +284,6 @@ class CallBack(ControlMessage, frozen=True):
     peer: str
     address: str
     token: str
-    """As in `RequestCallback`."""
 
 
 class Begin(ControlMessage, frozen=True):
@@ -294,14 +300,12 @@ class Recover(ControlMessage, frozen=True):
 
     origin: StateSource
     assignment: Count
-    """As in `Welcome`."""
 
 
 class Snapshot(ControlMessage, frozen=True):
     """To a data node: copy the parameters that only stage 0 holds, after the step that was committed last."""
 
     iterations: Count
-    """Iterations that are done by then."""
 
 
 class Backup(ControlMessage, frozen=True):
@@ -404,8 +408,7 @@ class RunStep(ControlMessage, frozen=True):
     biases: list[list[list[float]]] = []
     """Tokens of each row and what is added to their logits; likewise."""
     logprobs: list[Count] = []
-    """One more than the likeliest tokens of each row that are reported with their log-probabilities, 0 for none at all;
-    likewise."""
+    """One more than the likeliest tokens of each row that are reported, 0 for no log-probabilities; likewise."""
     allowed: list[str] = []
     """Bits of the tokens that may come next in each row, in base64, or empty for all of them; likewise."""
 
@@ -454,8 +457,7 @@ def to_json(control: ControlMessage) -> dict[str, Any]:
 
 
 def from_json(value: Any) -> ControlMessage:
-    """The message, checked field by field. UserError names the field, what was expected and what was found there, in
-    few and printable characters whatever came."""
+    """The message, checked field by field. UserError names the field, what was expected and what was found there."""
     try:
         control: ControlMessage = msgspec.convert(_prepared(value), _ANY_CONTROL)
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for surrogates in names of fields

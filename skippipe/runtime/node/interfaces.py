@@ -49,6 +49,7 @@ class NodePhase(Enum):
     AVERAGING = "averaging gradients"
     AVERAGED = "waiting for the coordinator's step"
     STEPPING = "taking the optimizer step"
+    RESTARTING = "waiting for the iteration to begin again without a device that failed"
 
 
 IN_ITERATION = (NodePhase.RUNNING, NodePhase.DRAINING, NodePhase.DRAINED, NodePhase.AVERAGING, NodePhase.AVERAGED)

@@ -249,6 +249,9 @@ Op = (
     | StoreBackup
 )
 
+OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
+OPS_OF_ITERATION = (StageTask, DropMicrobatch, *OPS_OF_AVERAGING)
+
 
 class Executor(Protocol):
     """Runs operations, with real tensors, or with symbols under virtual time: tasks of different devices at the same

@@ -10,12 +10,14 @@ from skippipe.collectives.schedule import Schedule
 from skippipe.plan import Plan
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchKey
 from skippipe.runtime.node.ops import (
+    OPS_OF_AVERAGING,
     AdoptPiece,
     BeginAveraging,
     CheckFinite,
     ClearGradients,
     ContributePiece,
     CopyEnds,
+    DeviceLost,
     DropMicrobatch,
     EvaluateSamples,
     GradNorm,
@@ -90,6 +92,12 @@ class SymbolicExecutor:
         self.poison = False
         """The next gradient that is added up is NaN."""
         self._spoiled = False
+        self._lost: list[DeviceLost] = []
+        """Devices that have failed, of which no operation has been told so."""
+
+    def lose(self, device: int, reason: str) -> None:
+        """One of several devices fails."""
+        self._lost.append(DeviceLost(device, reason))
 
     @property
     def has_backup(self) -> bool:
@@ -102,6 +110,8 @@ class SymbolicExecutor:
         return [len(each) for each in self.state]
 
     def run(self, op: Op) -> Any:
+        if self._lost and isinstance(op, (StageTask, *OPS_OF_AVERAGING)):
+            return self._lost.pop()
         match op:
             case StageTask():
                 return self._task(op)

@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from skippipe import __version__
 from skippipe.cluster import Cluster
@@ -295,18 +295,16 @@ class VirtualCluster:
             self._deliver_to_coordinator(sender, lambda: self._env.hear(sender, control, stamp))
 
     def start_op(self, number: int, op: Op) -> None:
-        result = self.executor_of[number].run(op)
-        planned = planned_ns(self.plan, self.nodes[number].stage, number, op)
-        duration_ns = int(self.disturb(planned) * self._slowed.get(number, 1.0))
+        node, result = self.nodes[number], self.executor_of[number].run(op)
+        duration_ns = int(self.disturb(planned_ns(self.plan, node.stage, number, op)) * self._slowed.get(number, 1.0))
         if isinstance(op, OptimizerStep):
             self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
-        node = self.nodes[number]
-        if self._idle_ns.pop(number, None) != self.now_ns and len(node.running) == 1:
+        if self._idle_ns.pop(number, None) != self.now_ns and len(node.ops.running) == 1:
             self._busy_ns[number] = self.now_ns
 
         def finish() -> None:
             node.finished(op, result)
-            if not node.running:
+            if not node.ops.running:
                 self._idle_ns[number] = self.now_ns
 
         self.deliver(number, number, finish, duration_ns)
@@ -377,6 +375,8 @@ class VirtualCluster:
                 return lambda: self._delayed.update(slow), lambda: [self._delayed.pop(link, None) for link in links]
             case "poison":
                 return lambda: self._poison(node), lambda: None
+            case "lose":
+                return lambda: cast(Any, self.executor_of[node]).lose(fault.device, "as planned"), lambda: None
             case "stale":
                 return lambda: self._replay.begin(fault), lambda: self._replay.end(fault)
             case "accuse":
