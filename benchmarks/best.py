@@ -148,7 +148,7 @@ def codecs(seeds: int, budget_s: float) -> None:
 def at_work(plan: Plan) -> float:
     """The share of the iteration in which the plan's nodes compute, on average."""
     assert plan.expected is not None
-    return statistics.mean(node.busy_ns for node in plan.expected.nodes) / plan.expected.iteration_ns
+    return statistics.mean(node.worker_busy_ns for node in plan.expected.nodes) / plan.expected.iteration_ns
 
 
 def settings(_: int, budget_s: float) -> None:

@@ -187,9 +187,9 @@ def _back_ns(plan: Plan, timeline: Timeline) -> list[int]:
 
 
 def busiest_node(timeline: Timeline) -> tuple[int, int]:
-    """The node that works longest, and for how many nanoseconds."""
-    use = max(timeline.nodes, key=lambda each: each.busy_ns)
-    return use.node, use.busy_ns
+    """The node that works longest, and for how many nanoseconds, of several workers on average."""
+    use = max(timeline.nodes, key=lambda each: each.worker_busy_ns)
+    return use.node, use.worker_busy_ns
 
 
 def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:

@@ -8,6 +8,7 @@ made for; the other half is the workload. The file format is described in docs/f
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
 from math import inf
@@ -19,33 +20,44 @@ from numpy.typing import NDArray
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_number, json_text, read_as, write_text
-from skippipe.value_ranges import NODES, POSITIVE, Range, check_ranges, range_of
+from skippipe.value_ranges import DEVICES, NODES, POSITIVE, Range, check_ranges, range_of
 
 FORMAT = "skippipe-cluster"
-VERSION = 2
-ONE_DEVICE = ("devices", 1)  # is not written
-WITHOUT_RATES = 1  # the version of files in which no node has rates of its own; they are still written as such
+VERSION = 3
+WITHOUT_DEVICES = 2  # the version of files in which every node has one device; they are still written as such
+WITHOUT_RATES = 1  # of those in which no node has rates of its own either
 Matrix = NDArray[np.float64]
+
+
+class DeviceMode(StrEnum):
+    """How several devices of a node work on its stage."""
+
+    REPLICAS = "replicas"
+    """Each device holds the whole stage, and works on microbatches of its own."""
+    SHARDED = "sharded"
+    """Each device holds some layers of the stage; a microbatch goes through all of them, one task at a time."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One machine, or one GPU of it."""
+    """One machine, or some of its GPUs."""
 
     name: str
     """Unique in the cluster."""
     location: str
     """Region, city or rack: for people, not for the arithmetic."""
     flops_per_s: Annotated[float, Range(1e-6, 1e30)]
-    """Floating-point operations a second that a training step sustains (not the peak of the data sheet)."""
+    """Floating-point operations a second that a training step sustains on one device (not the data sheet's peak)."""
     memory_bytes: Annotated[int, POSITIVE]
-    """What weights, gradients, optimizer state and activations may fill."""
+    """What weights, gradients, optimizer state and activations may fill on one device."""
     upload_bytes_per_s: Annotated[float | None, Range(1, 10**18)] = None
     """What all its links together carry from it, such as an access line's upload; None: no limit but the links'."""
     download_bytes_per_s: Annotated[float | None, Range(1, 10**18)] = None
     """The same towards it."""
-    devices: Annotated[int, Range(1, 64)] = 1
-    """Alike devices that work side by side on it; speed and memory are those of one."""
+    devices: Annotated[int, DEVICES] = 1
+    """Devices of the node, all alike."""
+    device_mode: DeviceMode | None = None
+    """How they work on a stage; None: as replicas if one of them can hold the stage, else sharded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,16 +137,17 @@ class Cluster:
         return float(self.latency_s[at]) + self.hop_overhead_s, bandwidth
 
     def to_json(self) -> dict[str, Any]:
-        limited = any(node.upload_bytes_per_s or node.download_bytes_per_s for node in self.nodes)
+        version = WITHOUT_RATES
+        if any(node.upload_bytes_per_s or node.download_bytes_per_s for node in self.nodes):
+            version = WITHOUT_DEVICES
+        if any(node.devices > 1 or node.device_mode for node in self.nodes):
+            version = VERSION
         return {
             "format": FORMAT,
-            "version": VERSION if limited else WITHOUT_RATES,
+            "version": version,
             "name": self.name,
             "hop_overhead_s": self.hop_overhead_s,
-            "nodes": [
-                {name: value for name, value in vars(node).items() if value is not None and (name, value) != ONE_DEVICE}
-                for node in self.nodes
-            ],
+            "nodes": [_node_json(node) for node in self.nodes],
             "latency_s": self.latency_s.tolist(),
             "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s.tolist(),
         }
@@ -142,24 +155,27 @@ class Cluster:
     @classmethod
     def from_json(cls, value: Any, place: str = "") -> Cluster:
         fields = Fields(value, place, of=cls)
-        fields.header(FORMAT, WITHOUT_RATES, VERSION)
+        fields.header(FORMAT, WITHOUT_RATES, WITHOUT_DEVICES, VERSION)
         name = fields.text("name")
         overhead_s = fields.number("hop_overhead_s") if fields.mentions("hop_overhead_s") else 0.0
         nodes = []
         for entry in fields.objects("nodes", of=Node):
-            rates = [
-                entry.number(name) if entry.mentions(name) else None
+            optional: dict[str, Any] = {
+                name: entry.number(name)
                 for name in ("upload_bytes_per_s", "download_bytes_per_s")
-            ]
+                if entry.mentions(name)
+            }
+            if entry.mentions("devices"):
+                optional["devices"] = entry.integer("devices")
+            if entry.mentions("device_mode"):
+                optional["device_mode"] = DeviceMode(entry.text("device_mode", tuple(DeviceMode)))
             nodes.append(
                 Node(
                     entry.text("name"),
                     entry.text("location"),
                     entry.number("flops_per_s"),
                     entry.integer("memory_bytes"),
-                    rates[0],
-                    rates[1],
-                    entry.integer("devices") if entry.mentions("devices") else 1,
+                    **optional,
                 )
             )
             entry.close()
@@ -174,6 +190,11 @@ class Cluster:
 
     def save(self, path: Path) -> None:
         write_text(path, json_text(self.to_json()) + "\n")
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    """What earlier versions knew without being told is left out, so that they can read the file."""
+    return {name: value for name, value in vars(node).items() if value is not None and (name, value) != ("devices", 1)}
 
 
 def _matrix(fields: Fields, name: str, n: int) -> Matrix:

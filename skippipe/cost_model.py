@@ -6,14 +6,14 @@ the same time, and another program that follows docs/formats.md gets the very sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from skippipe.cluster import Cluster
+from skippipe.cluster import Cluster, DeviceMode, Node
 from skippipe.collectives import Collective, collective_named, topology, transfers
 from skippipe.collectives.schedule import Averaging
 from skippipe.jit import Floats, Ints
@@ -50,6 +50,8 @@ class CostModel:
     """[node]: head and loss, if the node is a data node."""
     slots: Ints
     """[stage, node]: microbatches the node can hold at once; 0 where it cannot hold the stage at all."""
+    workers: Ints
+    """[stage, node]: tasks that the node runs side by side; each worker has an equal part of the slots."""
     flight_ns: Ints
     """[from, to]: latency and overhead of a hop; other messages may follow at once."""
     transmit_ns: Ints
@@ -117,6 +119,10 @@ def cost_model_of(
     forward = [float(workload.forward_flops(k)) for k in layers]
     step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
     gradients_ns = stage_by_node([workload.backward_flops(k, recomputing=False) for k in layers])
+    rooms = np.array(
+        [[room_of(node, workload, stage, k) for node in cluster.nodes] for stage, k in enumerate(layers)],
+        dtype=np.int64,
+    )
     links = {name: getattr(same_links, name) for name in LINK_FIELDS} if same_links else _links(cluster, workload)
     return CostModel(
         layers=layers,
@@ -125,14 +131,72 @@ def cost_model_of(
         weight_ns=np.maximum(1, np.rint(workload.trained_share * gradients_ns).astype(np.int64)),
         optimizer_ns=stage_by_node(step),
         head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
-        slots=np.array(
-            [[workload.slots(node.memory_bytes, stage, k) for node in cluster.nodes] for stage, k in enumerate(layers)],
-            dtype=np.int64,
-        ),
+        slots=rooms[..., 0].copy(),
+        workers=rooms[..., 1].copy(),
         gradient_bytes=tuple(workload.gradient_bytes(stage, k) for stage, k in enumerate(layers)),
         collective=collective_named(workload.collective),
         **links,
     )
+
+
+class Room(NamedTuple):
+    """What a node has for microbatches on a stage."""
+
+    slots: int
+    """Microbatches that it can hold at once; 0: it cannot work on the stage."""
+    workers: int
+    """Tasks that it runs side by side: as many as it has devices, if these are replicas of each other."""
+
+
+def room_of(node: Node, workload: Workload, stage: int, layers: int) -> Room:
+    slots = workload.slots(node.memory_bytes, stage, layers)
+    if node.devices == 1 or device_mode(node, workload, stage, layers) is DeviceMode.REPLICAS:
+        return Room(node.devices * slots, node.devices)
+    parts = _parts(stage, device_layers(workload, stage, layers, node.devices))
+    return Room(min(workload.slots(node.memory_bytes, *part) for part in parts), 1)
+
+
+def device_mode(node: Node, workload: Workload, stage: int, layers: int) -> DeviceMode:
+    """How the node's devices work on a stage of so many layers."""
+    if node.device_mode is not None:
+        return node.device_mode
+    fits = workload.slots(node.memory_bytes, stage, layers) > 0
+    return DeviceMode.REPLICAS if fits else DeviceMode.SHARDED
+
+
+def device_layers(workload: Workload, stage: int, layers: int, devices: int) -> tuple[int, ...]:
+    """Layers of each device of a node that shards the stage, as even as can be, where later ones take what is left
+    over. What stage 0 has beside its layers is on the first device: that has fewer layers, if that takes less memory
+    on the fullest device."""
+    even = _even(layers, devices)
+    if stage > 0 or devices == 1:
+        return even
+    choices = [(first, *_even(layers - first, devices - 1)) for first in range(even[0], -1, -1)]
+    return min(choices, key=lambda each: _needed_bytes(workload, _parts(stage, each), 1))
+
+
+def device_bytes(node: Node, workload: Workload, stage: int, layers: int, slots: int) -> int:
+    """Memory of each device with which each of the node's workers has so many slots."""
+    parts = {(stage, layers)}
+    if node.devices > 1 and device_mode(node, workload, stage, layers) is DeviceMode.SHARDED:
+        parts = _parts(stage, device_layers(workload, stage, layers, node.devices))
+    return _needed_bytes(workload, parts, slots)
+
+
+def _even(layers: int, devices: int) -> tuple[int, ...]:
+    each, extra = divmod(layers, devices)
+    return tuple(each + (device >= devices - extra) for device in range(devices))
+
+
+def _parts(stage: int, layers: tuple[int, ...]) -> set[tuple[int, int]]:
+    """What devices hold, as stages and their layers: those after the first have layers alone, as stages other than 0
+    do."""
+    return {(stage, layers[0]), *((max(stage, 1), each) for each in layers[1:] if each)}
+
+
+def _needed_bytes(workload: Workload, parts: Iterable[tuple[int, int]], slots: int) -> int:
+    """Memory of a device that could hold any of the parts, with so many slots."""
+    return max(workload.fixed_bytes(*part) + slots * workload.held_bytes(part[1]) for part in parts)
 
 
 def _links(cluster: Cluster, workload: Workload) -> dict[str, Any]:

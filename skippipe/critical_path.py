@@ -1,9 +1,9 @@
 """The critical path of an iteration: going back from its end, what determined each moment.
 
-A task starts when it is ready or when its node comes free; it is ready when its message has arrived; a message is sent
-when its task has ended, or when the sender's upload and the link have sent the one before, and arrives when the
-receiver's download has taken in the one before. Of two things that something waits for, the later one is on the path.
-So every nanosecond of the iteration has one cause, and the causes add up to the whole.
+A task starts when it is ready or when its worker comes free (see `dispatch`); it is ready when its message has arrived;
+a message is sent when its task has ended, or when the sender's upload and the link have sent the one before, and
+arrives when the receiver's download has taken in the one before. Of two things that something waits for, the later one
+is on the path. So every nanosecond of the iteration has one cause, and the causes add up to the whole.
 
 While a task or message that is on the path was ready and waited, that wait is the cause, whatever it waited for was
 doing: a busy node, a memory slot, a link or an access line that still sent for others. The path itself goes on with
@@ -142,11 +142,13 @@ class _Walk:
         self.found: list[PathSegment] = []
         self.waits: list[tuple[Cause, int]] = []  # until when, going back, a wait is the cause; the latest first
         self.task = {(task.lane, task.microbatch, task.step): task for task in timeline.tasks}
-        self.on_node: dict[int, list[Task]] = {node: [] for node in plan.stage_of}
+        self.on_worker: dict[tuple[int, int], list[Task]] = {}
         for task in timeline.tasks:  # in the order of their start
-            self.on_node[task.node].append(task)
-        self.position = {task: at for mine in self.on_node.values() for at, task in enumerate(mine)}
-        self.held = {task: held for mine in self.on_node.values() for task, held in self._held(mine)}
+            self.on_worker.setdefault((task.node, task.device), []).append(task)
+        self.position = {task: at for mine in self.on_worker.values() for at, task in enumerate(mine)}
+        self.held = {task: held for mine in self.on_worker.values() for task, held in self._held(mine)}
+        self.slots = {use.node: use.slots // use.workers for use in timeline.nodes}
+        """Slots of each worker of a node."""
         self.network = _Network()
         self.messages = self._messages() if timeline.timing is Timing.FULL else {}
 
@@ -163,7 +165,7 @@ class _Walk:
         return len(self.plan.lanes[task.lane].path)
 
     def _held(self, tasks: list[Task]) -> Iterator[tuple[Task, int]]:
-        """For each task, how many microbatches the node holds when it starts."""
+        """For each task of a worker, how many microbatches that holds when it starts."""
         held = 0
         for task in tasks:
             yield task, held
@@ -215,18 +217,18 @@ class _Walk:
         if not is_weights(task.step, self._length(task)):  # no task waits for those, nor do they collide
             for cause, since_ns in self._waited(task):
                 self._wait(cause, since_ns)
-        return self.on_node[task.node][self.position[task] - 1]
+        return self.on_worker[task.node, task.device][self.position[task] - 1]
 
     def _waited(self, task: Task) -> Iterator[tuple[Cause, int]]:
         """What a ready task waited for, and since when, going back."""
-        mine = self.on_node[task.node]
+        mine = self.on_worker[task.node, task.device]
         at, until_ns = self.position[task] - 1, task.start_ns
         while until_ns > task.ready_ns:
             running = mine[at] if at >= 0 else None
             if running is None or running.end_ns < until_ns:  # idle all the same
                 full, since_ns = True, running.end_ns if running else 0
             else:
-                full = task.step < self._length(task) and self.held[running] >= self.plan.slots[task.node]
+                full = task.step < self._length(task) and self.held[running] >= self.slots[task.node]
                 full = full and running.start_ns >= task.ready_ns
                 since_ns, at = running.start_ns, at - 1
             until_ns = max(since_ns, task.ready_ns)
@@ -360,4 +362,5 @@ class _Walk:
         return transfers, record[:, 3].tolist()
 
     def _last_on(self, node: int) -> Task | None:
-        return self.on_node[node][-1] if self.on_node[node] else None
+        lasts = [mine[-1] for (where, _), mine in self.on_worker.items() if where == node]
+        return max(lasts, key=lambda task: task.end_ns, default=None)

@@ -5,15 +5,20 @@ head and loss at the data node (L), backward on each node in reverse (L+1 … 2L
 only the gradient of the input, and the gradient of the weights is a task of its own on every node, which no other step
 waits for: step 2L+1+p at place p of the path, ready when the backward at that place ends.
 
-A node runs one task at a time and never interrupts it. When it is free, it takes, of the tasks that are ready and may
-start, the one with the smallest (urgency, time it became ready, lane). It never waits for a task that is not ready yet.
+A worker runs one task at a time and never interrupts it; a node has one, or one for each device that holds the whole
+stage. While one of them is free, the node takes, of the tasks that are ready and may start, the one with the smallest
+(urgency, time it became ready, lane). It never waits for a task that is not ready yet.
+
+A forward may start on a free worker that has a slot left: on the one that holds the fewest microbatches, and of several
+on the first. Activations stay where they are, so all later tasks of the microbatch on this node are for the same worker
+and may start when that is free.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from skippipe.jit import kernel
+from skippipe.jit import Ints, kernel
 
 
 class Dispatch(StrEnum):
@@ -96,9 +101,19 @@ def urgency(step: int, length: int, lane: int, order: int) -> int:
 
 @kernel
 def may_start(step: int, length: int, held: int, slots: int) -> bool:
-    """Whether a step may start: a forward needs a free memory slot, which the last task there gives back; other steps
-    have one."""
+    """Whether a step may start on a free worker: a forward needs one of its memory slots, which the last task there
+    gives back; other steps have one."""
     return step >= length or held < slots
+
+
+@kernel
+def emptiest_worker(first: int, after: int, free_ns: Ints, held: Ints, now_ns: int) -> int:
+    """Of workers `first` to before `after`, the free one that holds the fewest microbatches; −1: none is free."""
+    found = -1
+    for worker in range(first, after):
+        if free_ns[worker] <= now_ns and (found < 0 or held[worker] < held[found]):
+            found = worker
+    return found
 
 
 @kernel

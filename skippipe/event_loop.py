@@ -1,15 +1,17 @@
 """The event loop of the simulator: one pass over the events of an iteration, in the order of time.
 
 A lane has one microbatch in flight, so it has one pending event at most: its next task becomes ready. A node needs an
-event of its own only when a task waits for it. Everything that happens at one time is taken in before any node decides,
-so the outcome does not depend on the order in which simultaneous events are looked at.
+event of its own only when a task waits for it, or when it has several workers: one for each that comes free. Everything
+that happens at one time is taken in before any node decides, so the outcome does not depend on the order in which
+simultaneous events are looked at.
 
-Weight gradients of a split backward need no events either: they wait on their node, in the order in which its backwards
-ran, for a moment when it could start nothing else.
+Weight gradients of a split backward need no events either: they wait on their worker, in the order in which its
+backwards ran, for a moment when it could start nothing else.
 
-Sends need no events: a node's tasks end one after another, so the transfers on a directed link, and through the node's
-own upload, are known in their order when the task that feeds them starts. At a receiver with a download rate of its own
-messages of several senders meet: each has an event there, when its first byte arrives.
+Sends of a node with one worker need no events: its tasks end one after another, so the transfers on a directed link,
+and through the node's own upload, are known in their order when the task that feeds them starts. Tasks side by side may
+end in another order than they start in, so each of theirs has an event when it ends. At a receiver with a download rate
+of its own messages of several senders meet: each has an event there, when its first byte arrives.
 
 Events are in a binary heap of two arrays: the smallest key with its value is at index 0; of equal keys, the smallest
 value.
@@ -21,6 +23,7 @@ import numpy as np
 
 from skippipe.dispatch import (
     all_steps,
+    emptiest_worker,
     frees_slot,
     goes_before,
     may_start,
@@ -38,11 +41,12 @@ def run_iteration(
     paths: Ints,  # [lane, hop] node; rows are padded at the end
     lengths: Ints,  # [lane]
     microbatches: Ints,  # [lane]
-    forward_ns: Ints,  # [node], as are the next four
+    forward_ns: Ints,  # [node], as are the next five
     backward_ns: Ints,
     weight_ns: Ints,
     head_ns: Ints,
-    slots: Ints,
+    slots: Ints,  # of each worker
+    workers: Ints,
     flight_ns: Ints,  # [from, to]
     transmit_ns: Ints,  # [pass, from, to]
     upload_ns: Ints,  # [pass, from, to]: time for which a message keeps the sender's upload busy; 0: for none
@@ -55,7 +59,7 @@ def run_iteration(
     link_free_ns: Ints,  # out: [from, to] end of its last transmission, if queued
     upload_free_ns: Ints,  # out: [node], as is the next
     download_free_ns: Ints,
-    record: Ints,  # out: [task, (ready, start, end)]; no rows: do not record
+    record: Ints,  # out: [task, (ready, start, end, worker of the node)]; no rows: do not record
 ) -> tuple[int, int]:
     """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late."""
     lanes = len(lengths)
@@ -70,16 +74,27 @@ def run_iteration(
 
     waiting = np.full(nodes, -1, np.int64)  # first lane of a linked list of those that are ready
     behind = np.full(lanes, -1, np.int64)  # the next in that list
-    free_ns = np.zeros(nodes, np.int64)
-    held = np.zeros(nodes, np.int64)
-    will_wake = np.zeros(nodes, np.bool_)
-    undone = np.zeros(nodes, np.int64)  # weight gradients of the microbatches whose backward has been there
+    first_worker = np.empty(nodes + 1, np.int64)
+    first_worker[0] = 0
+    for node in range(nodes):
+        first_worker[node + 1] = first_worker[node] + workers[node]
+    all_workers = first_worker[nodes]
+    node_of = np.empty(all_workers, np.int64)
+    for node in range(nodes):
+        node_of[first_worker[node] : first_worker[node + 1]] = node
+    several = all_workers > nodes
+    worker_at = np.empty(paths.shape if several else (0, 0), np.int64)  # [lane, hop]: which has its microbatch
+    free_ns = np.zeros(all_workers, np.int64)  # [worker], as are the next three
+    held = np.zeros(all_workers, np.int64)
+    will_wake = np.zeros(all_workers, np.bool_)
+    undone = np.zeros(all_workers, np.int64)  # weight gradients of the microbatches whose backward has been there
 
-    times = np.empty(lanes + nodes, np.int64)  # a heap of events: (time, code)
-    # a lane whose next task is ready; lanes + a lane whose message has come to the receiver's download; or −1 − a node
-    # that comes free
-    codes = np.empty(lanes + nodes, np.int64)
-    deciding = np.empty(lanes + nodes, np.int64)
+    times = np.empty(lanes + all_workers, np.int64)  # a heap of events: (time, code)
+    # a lane whose next task is ready; lanes + a lane whose message has come to the receiver's download; −1 − a worker
+    # that comes free; or, below all these, the lanes in order whose message leaves a node with several workers
+    codes = np.empty(lanes + all_workers, np.int64)
+    leaving = -all_workers - lanes
+    deciding = np.empty(lanes + 2 * all_workers, np.int64)
     size = 0
     tasks = 0
     left = 0
@@ -89,8 +104,8 @@ def run_iteration(
         left += microbatches[lane]
         if microbatches[lane] > 0:
             size = push(times, codes, size, 0, lane)
-    oldest = np.empty(nodes, np.int64)  # the first task of a linked list of undone weight gradients, if recorded
-    newest = np.empty(nodes, np.int64)
+    oldest = np.empty(all_workers, np.int64)  # the first task of a linked list of undone weight gradients, if recorded
+    newest = np.empty(all_workers, np.int64)
     after = np.empty(tasks if split and recording else 0, np.int64)  # the next in that list
     done_ns[:] = 0
     if queued:
@@ -117,25 +132,51 @@ def run_iteration(
                     slack_ns[lane] -= start - now
                 size = push(times, codes, size, start + transmit_ns[kind, sender, node], lane)
                 continue
+            if code < -all_workers:
+                lane = code - leaving
+                length = lengths[lane]
+                node = paths[lane, place(step[lane] - 1, length)]
+                target = paths[lane, place(step[lane], length)]
+                kind = message_pass(step[lane], length)
+                start = transmission_start(
+                    kind, node, target, now, transmit_ns, upload_ns, link_free_ns, upload_free_ns
+                )
+                if has_slack:
+                    slack_ns[lane] -= start - now
+                if download_ns[kind, node, target] > 0:
+                    size = push(times, codes, size, start + flight_ns[node, target], lanes + lane)
+                else:
+                    arrival = start + transmit_ns[kind, node, target] + flight_ns[node, target]
+                    size = push(times, codes, size, arrival, lane)
+                continue
             if code < 0:
-                node = -1 - code
-                will_wake[node] = False
+                will_wake[-1 - code] = False
+                node = node_of[-1 - code]
             else:
                 node = paths[code, place(step[code], lengths[code])]
                 ready_ns[code] = now
                 behind[code] = waiting[node]
                 waiting[node] = code
-                if free_ns[node] > now:
-                    if not will_wake[node]:
-                        will_wake[node] = True
-                        size = push(times, codes, size, free_ns[node], -1 - node)
+                worker = first_worker[node]
+                if workers[node] == 1 and free_ns[worker] > now:
+                    if not will_wake[worker]:
+                        will_wake[worker] = True
+                        size = push(times, codes, size, free_ns[worker], -1 - worker)
                     continue
             deciding[decisions] = node
             decisions += 1
 
-        for decision in range(decisions):
+        decision = 0
+        while decision < decisions:
             node = deciding[decision]
-            if free_ns[node] > now:
+            decision += 1
+            alone = workers[node] == 1
+            worker = first_worker[node]
+            if not alone:
+                worker = emptiest_worker(worker, first_worker[node + 1], free_ns, held, now)
+                if worker < 0:
+                    continue
+            elif free_ns[worker] > now:
                 continue  # decided already
             best = -1
             before_best = -1
@@ -144,7 +185,9 @@ def run_iteration(
             lane = waiting[node]
             while lane >= 0:
                 length = lengths[lane]
-                if may_start(step[lane], length, held[node], slots[node]):
+                if may_start(step[lane], length, held[worker], slots[node]) and (
+                    alone or step[lane] < length or free_ns[worker_at[lane, place(step[lane], length)]] <= now
+                ):
                     lane_urgency = urgency(step[lane], length, lane, order)
                     if best < 0 or goes_before(lane_urgency, ready_ns[lane], lane, best_urgency, ready_ns[best], best):
                         best = lane
@@ -160,26 +203,30 @@ def run_iteration(
                     behind[before_best] = behind[lane]
                 length = lengths[lane]
                 at = step[lane]
+                if not alone:
+                    if at < length:
+                        worker_at[lane, at] = worker
+                    worker = worker_at[lane, place(at, length)]
                 if at < length:
                     end = now + forward_ns[node]
-                    held[node] += 1
+                    held[worker] += 1
                 elif at == length:
                     end = now + head_ns[node]
                 else:
                     end = now + backward_ns[node]
                     if frees_slot(at, length, split):
-                        held[node] -= 1  # the node is busy until the slot is really free
+                        held[worker] -= 1  # the worker is busy until the slot is really free
                     else:
                         if recording:
                             first = first_task[lane] + microbatch[lane] * all_steps(length, split)
                             weights = first + weights_after(at, length)
                             record[weights, 0] = end
-                            if undone[node] > 0:
-                                after[newest[node]] = weights
+                            if undone[worker] > 0:
+                                after[newest[worker]] = weights
                             else:
-                                oldest[node] = weights
-                            newest[node] = weights
-                        undone[node] += 1
+                                oldest[worker] = weights
+                            newest[worker] = weights
+                        undone[worker] += 1
                 if has_slack:
                     slack_ns[lane] -= now - ready_ns[lane]
                     if slack_ns[lane] < 0:
@@ -187,24 +234,32 @@ def run_iteration(
                 if recording:
                     task = first_task[lane] + microbatch[lane] * all_steps(length, split) + at
                     record[task, 0] = ready_ns[lane]
-            elif undone[node] > 0:  # of all urgencies theirs comes last
+            else:  # weight gradients: of all urgencies theirs comes last
+                if not alone:
+                    worker = first_worker[node]
+                    while worker < first_worker[node + 1] - 1 and (undone[worker] == 0 or free_ns[worker] > now):
+                        worker += 1
+                if undone[worker] == 0 or free_ns[worker] > now:
+                    continue
                 end = now + weight_ns[node]
-                held[node] -= 1
-                undone[node] -= 1
+                held[worker] -= 1
+                undone[worker] -= 1
                 if recording:
-                    task = oldest[node]
-                    oldest[node] = after[task]
-            else:
-                continue
-            free_ns[node] = end
-            done_ns[node] = end
+                    task = oldest[worker]
+                    oldest[worker] = after[task]
+            free_ns[worker] = end
+            done_ns[node] = max(done_ns[node], end)
             last_ns = max(last_ns, end)
-            if (waiting[node] >= 0 or undone[node] > 0) and not will_wake[node]:
-                will_wake[node] = True
-                size = push(times, codes, size, end, -1 - node)
+            if not alone:
+                deciding[decisions] = node  # another worker may be free
+                decisions += 1
+            if not will_wake[worker] and (waiting[node] >= 0 or undone[worker] > 0 or not alone):
+                will_wake[worker] = True
+                size = push(times, codes, size, end, -1 - worker)
             if recording:
                 record[task, 1] = now
                 record[task, 2] = end
+                record[task, 3] = worker - first_worker[node]
             if lane < 0:
                 continue
 
@@ -220,27 +275,48 @@ def run_iteration(
                 target = paths[lane, place(at, length)]
                 if target != node:
                     kind = message_pass(at, length)
+                    if queued and not alone:
+                        step[lane] = at
+                        size = push(times, codes, size, end, leaving + lane)
+                        continue
                     if queued:
-                        start = end
-                        if upload_ns[kind, node, target] > 0:
-                            start = max(end, upload_free_ns[node])
-                            upload_free_ns[node] = start + upload_ns[kind, node, target]
-                        start = max(start, link_free_ns[node, target])
+                        start = transmission_start(
+                            kind, node, target, end, transmit_ns, upload_ns, link_free_ns, upload_free_ns
+                        )
                         if has_slack:
                             slack_ns[lane] -= start - end
-                        arrival = start + transmit_ns[kind, node, target]
-                        link_free_ns[node, target] = arrival
                         if download_ns[kind, node, target] > 0:
                             step[lane] = at
                             size = push(times, codes, size, start + flight_ns[node, target], lanes + lane)
                             continue
-                        arrival += flight_ns[node, target]
+                        arrival = start + transmit_ns[kind, node, target] + flight_ns[node, target]
                     else:
                         arrival = end + transmit_ns[kind, node, target] + flight_ns[node, target]
             step[lane] = at
             size = push(times, codes, size, arrival, lane)
 
     return last_ns, left
+
+
+@kernel
+def transmission_start(
+    kind: int,
+    sender: int,
+    receiver: int,
+    leaves_ns: int,
+    transmit_ns: Ints,
+    upload_ns: Ints,
+    link_free_ns: Ints,
+    upload_free_ns: Ints,
+) -> int:
+    """When the link begins with a message, after the upload and the messages before it; both are busy with it then."""
+    start = leaves_ns
+    if upload_ns[kind, sender, receiver] > 0:
+        start = max(start, upload_free_ns[sender])
+        upload_free_ns[sender] = start + upload_ns[kind, sender, receiver]
+    start = max(start, link_free_ns[sender, receiver])
+    link_free_ns[sender, receiver] = start + transmit_ns[kind, sender, receiver]
+    return start
 
 
 @kernel

@@ -1,9 +1,10 @@
 """The simulator: from a plan to its timeline, how long an iteration takes and why.
 
-The rules of time, which docs/formats.md states in full: a node runs one task at a time (`dispatch` says which), a hop
-takes flight and transmit time, a lane's next microbatch sets out when the one before it is back. Under full timing,
-every node averages gradients within its stage (`collectives`) as soon as it is done, while others still work; the
-optimizer step follows when all stages are averaged, because clipping needs the norm of the whole model's gradient.
+The rules of time, which docs/formats.md states in full: each worker of a node runs one task at a time (`dispatch` says
+which), a hop takes flight and transmit time, a lane's next microbatch sets out when the one before it is back. Under
+full timing, every node averages gradients within its stage (`collectives`) as soon as it is done, while others still
+work; the optimizer step follows when all stages are averaged, because clipping needs the norm of the whole model's
+gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
 
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 MOST_TASKS = 20_000_000
-NO_RECORD = np.empty((0, 3), np.int64)
+NO_RECORD = np.empty((0, 4), np.int64)
 NO_SLACK = np.empty(0, np.int64)
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -59,6 +60,8 @@ class PlacementCosts:
     """[node]: weight gradients; 0 if the backward is not split."""
     head_ns: Ints
     slots: Ints
+    workers: Ints
+    """[node]: tasks that it runs side by side; 1 if it holds no stage."""
     flight_ns: Ints
     transmit_ns: Ints
     upload_ns: Ints
@@ -84,12 +87,14 @@ class PlacementCosts:
     ) -> PlacementCosts:
         """Costs of a placement; `averagings` say which nodes each stage has, and how they average."""
         forward, backward, weight, slots = (np.zeros(costs.nodes, np.int64) for _ in range(4))
+        workers = np.ones(costs.nodes, np.int64)
         for stage, averaging in enumerate(averagings):
             nodes = list(averaging.order)
             forward[nodes] = costs.forward_ns[stage, nodes]
             backward[nodes] = (costs.input_ns if split_backward else costs.backward_ns)[stage, nodes]
             weight[nodes] = costs.weight_ns[stage, nodes] if split_backward else 0
             slots[nodes] = costs.slots[stage, nodes]
+            workers[nodes] = costs.workers[stage, nodes]
         full = timing is Timing.FULL
         return cls(
             forward_ns=forward,
@@ -97,6 +102,7 @@ class PlacementCosts:
             weight_ns=weight,
             head_ns=costs.head_ns,
             slots=slots,
+            workers=workers,
             flight_ns=costs.flight_ns,
             transmit_ns=costs.transmit_ns,
             upload_ns=costs.upload_ns,
@@ -123,7 +129,7 @@ class PlacementCosts:
     def run_iteration(
         self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None
     ) -> IterationTimes:
-        """Simulate one iteration; `record` takes the (ready, start, end) of every task, lane by lane."""
+        """Simulate one iteration; `record` takes the (ready, start, end, worker) of every task, lane by lane."""
         done_ns = np.zeros(len(self.forward_ns), np.int64)
         free_ns = free_links(len(self.forward_ns))
         last_ns, left = run_iteration(
@@ -134,7 +140,8 @@ class PlacementCosts:
             self.backward_ns,
             self.weight_ns,
             self.head_ns,
-            self.slots,
+            self.slots // self.workers,
+            self.workers,
             self.flight_ns,
             self.transmit_ns,
             self.upload_ns,
@@ -225,7 +232,7 @@ def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
     )
     if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
-    record = np.empty((total, 3), np.int64)
+    record = np.empty((total, 4), np.int64)
     return placement_costs.run_iteration(paths, lengths, microbatches, record), record
 
 
@@ -254,6 +261,7 @@ def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
             node=node,
             stage=stage,
             slots=plan.slots[node],
+            workers=int(costs.workers[stage, node]),
             forward_ns=int(costs.forward_ns[stage, node]),
             backward_ns=int(backward_ns[stage, node]),
             weight_ns=int(costs.weight_ns[stage, node]) if split else 0,

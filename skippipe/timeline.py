@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from skippipe.cost_model import ns, seconds
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_integer, as_number
-from skippipe.value_ranges import CENTURY_S
+from skippipe.value_ranges import CENTURY_S, DEVICES
 
 
 class Timing(StrEnum):
@@ -38,11 +38,12 @@ class Task(NamedTuple):
     start_ns: int
     end_ns: int
     device: int = 0
-    """The device of the node, of those that work side by side; in files all are on the first."""
+    """Which of the node's devices runs it; 0 where the stage is sharded over them."""
 
 
 NODE_TIMES = ("forward_s", "backward_s", "weight_s", "head_s", "optimizer_s", "busy_s", "collision_s")
-TASK_COLUMNS = ("lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s")
+TIME_COLUMNS = ("ready_s", "start_s", "end_s")
+TASK_COLUMNS = ("lane", "microbatch", "step", "node", *TIME_COLUMNS)
 
 
 class NodeUse(NamedTuple):
@@ -51,6 +52,8 @@ class NodeUse(NamedTuple):
     node: int
     stage: int
     slots: int
+    workers: int
+    """Tasks that it runs side by side."""
     forward_ns: int
     backward_ns: int
     """Backward pass; only the input gradient, if the backward is split."""
@@ -64,6 +67,11 @@ class NodeUse(NamedTuple):
     collision_ns: int
     """For how long ready tasks waited for the node, summed over the tasks; weight gradients, which no task waits for,
     do not count."""
+
+    @property
+    def worker_busy_ns(self) -> int:
+        """Duration of all tasks of one of its workers, on average."""
+        return self.busy_ns // self.workers
 
 
 class LinkUse(NamedTuple):
@@ -106,9 +114,11 @@ class Timeline:
         return done
 
     def idle_ns(self, use: NodeUse) -> int:
-        return self.iteration_ns - use.busy_ns
+        """For how long the node's workers have nothing to do, on average."""
+        return self.iteration_ns - use.worker_busy_ns
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
+        side_by_side = any(use.workers > 1 for use in self.nodes)
         return {
             "timing": str(self.timing),
             "iteration_s": seconds(self.iteration_ns),
@@ -119,16 +129,18 @@ class Timeline:
                     "name": names[use.node],
                     "stage": use.stage,
                     "slots": use.slots,
-                    **{name: seconds(taken_ns) for name, taken_ns in zip(NODE_TIMES, use[3:], strict=True)},
+                    **({"workers": use.workers} if use.workers > 1 else {}),
+                    **{name: seconds(taken_ns) for name, taken_ns in zip(NODE_TIMES, use[4:], strict=True)},
                 }
                 for use in self.nodes
             ],
             "links": [[names[use.sender], names[use.receiver], use.sent_bytes] for use in self.links],
-            "task_columns": list(TASK_COLUMNS),
+            "task_columns": [*TASK_COLUMNS, *(["device"] * side_by_side)],
             "tasks": [
                 [
                     *(task.lane, task.microbatch, task.step, names[task.node]),
                     *(seconds(task.ready_ns), seconds(task.start_ns), seconds(task.end_ns)),
+                    *([task.device] * side_by_side),
                 ]
                 for task in self.tasks
             ],
@@ -166,6 +178,7 @@ class Timeline:
                     node(use.take("name"), use.at("name")),
                     use.integer("stage"),
                     use.integer("slots"),
+                    use.integer("workers", DEVICES) if use.mentions("workers") else 1,
                     *(
                         time(0 if name == "weight_s" and not use.mentions(name) else use.take(name), use.at(name))
                         for name in NODE_TIMES
@@ -179,14 +192,16 @@ class Timeline:
             sender, receiver, sent = row(entry, at, 3)
             links.append(LinkUse(node(sender, at), node(receiver, at), as_integer(sent, at)))
         columns = fields.items("task_columns")
-        if columns != list(TASK_COLUMNS):
-            raise UserError(f"{fields.at('task_columns')}: expected {list(TASK_COLUMNS)}")
+        expected = [*TASK_COLUMNS, *(["device"] * any(use.workers > 1 for use in nodes))]
+        if columns != expected:
+            raise UserError(f"{fields.at('task_columns')}: expected {expected}")
         tasks = []
         for index, entry in enumerate(fields.items("tasks")):
             at = f"{fields.at('tasks')}[{index}]"
-            lane, microbatch, step, name, *times = row(entry, at, len(TASK_COLUMNS))
+            lane, microbatch, step, name, *times = row(entry, at, len(columns))
             whole = (as_integer(lane, at), as_integer(microbatch, at), as_integer(step, at))
-            tasks.append(Task(*whole, node(name, at), *(time(each, at) for each in times)))
+            device = as_integer(times.pop(), at) if len(times) > len(TIME_COLUMNS) else 0
+            tasks.append(Task(*whole, node(name, at), *(time(each, at) for each in times), device))
         fields.close()
         return cls(timing, iteration_ns, last_ns, tuple(averaging), tuple(nodes), tuple(links), tuple(tasks))
 

@@ -74,6 +74,7 @@ STAGES = Range(1, 10_000)
 LAYERS = Range(1, 10_000)
 WIDTH = Range(1, 10**7)
 THREADS = Range(1, 1024)
+DEVICES = Range(1, 64)  # of a node
 VOCABULARY = Range(257, 10**7)  # the bytes, so that any text can be spelled, and the end of a document
 TOKENS = Range(1, 10**15)
 DRAWS = Range(1, 10**6)

@@ -230,7 +230,7 @@ class Workload:
     header_bytes: Annotated[int, COUNT] = 0
     """Bytes of a hop's message beside the tensor."""
     max_slots: Annotated[int | None, SLOTS] = None
-    """Most microbatches in flight on a node, however much memory it has."""
+    """Most microbatches in flight on a node, or on each device of one, however much memory it has."""
     early_exit: bool = False
     """The head runs twice: also on what stage 0 alone has made of a microbatch."""
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = DEFAULT
@@ -431,9 +431,9 @@ class Workload:
         return COMPUTE_BYTES[self.compute_dtype] * tokens * self.model.layer_values_per_token()
 
     def slots(self, memory_bytes: int, stage: int, layers: int) -> int:
-        """Microbatches that a node of this memory can hold at once; 0: it cannot work on this stage."""
+        """Microbatches that a device of this memory can hold at once; 0: it cannot work on this stage."""
         free = memory_bytes - self.fixed_bytes(stage, layers)
-        slots = max(0, free // self.held_bytes(layers))
+        slots = max(0, free // max(1, self.held_bytes(layers)))
         return slots if self.max_slots is None else min(slots, self.max_slots)
 
     @property

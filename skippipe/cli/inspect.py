@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +15,7 @@ from skippipe.cli.options import ClusterName, ContentionOnly, Json, Overwrite, T
 from skippipe.errors import UserError
 from skippipe.json_fields import check_output
 from skippipe.terminal import interruptible, plan_progress, print_table
-from skippipe.value_ranges import DRAWS, MICROBATCHES, SEED, Range
+from skippipe.value_ranges import DEVICES, DRAWS, MICROBATCHES, SEED, Range
 
 if TYPE_CHECKING:
     from skippipe.bottlenecks import Bottleneck
@@ -31,6 +32,9 @@ SHOWN = 6  # causes, the largest
 
 def cluster(
     name: ClusterName,
+    devices: Annotated[
+        int | None, DEVICES, typer.Option(help="Give every node so many devices, each as fast and large as it is.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it as a cluster file.")] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -44,6 +48,8 @@ def cluster(
     if output:
         check_output(output, Path(name), overwrite=overwrite)
     found, _ = cluster_named(name)
+    if devices is not None:
+        found = replace(found, nodes=tuple(replace(node, devices=devices) for node in found.nodes))
     if output:
         found.save(output)
     if as_json:
@@ -63,7 +69,8 @@ def _show_cluster(found: Cluster) -> None:
         others = np.arange(len(found)) != index
         latency = f"{np.median(found.latency_s[index, others]) * 1e3:.1f}" if others.any() else "–"
         speed = f"{np.median(found.bandwidth_bytes_per_s[index, others]) / 1e6:.1f}" if others.any() else "–"
-        tera, gib = f"{node.flops_per_s / 1e12:.2f}", f"{node.memory_bytes / 2**30:.1f}"
+        several = f"{node.devices} × " if node.devices > 1 else ""
+        tera, gib = f"{several}{node.flops_per_s / 1e12:.2f}", f"{several}{node.memory_bytes / 2**30:.1f}"
         rates = [f"{each / 1e6:.1f}" if each else "–" for each in (node.upload_bytes_per_s, node.download_bytes_per_s)]
         rows.append([node.name, node.location, tera, gib, latency, speed, *rates])
     headings = ["node", "location", "TFLOP/s", "memory GiB", "median ms to others", "median MB/s to others"]
@@ -219,7 +226,7 @@ def _show_timeline(plan: Plan, timeline: Timeline) -> None:
     rows = []
     for use in sorted(timeline.nodes, key=lambda each: (each.stage, each.node)):
         lanes = sum(use.node in lane.path for lane in plan.lanes)
-        times = (use.busy_ns, timeline.idle_ns(use), use.collision_ns)
+        times = (use.worker_busy_ns, timeline.idle_ns(use), use.collision_ns)
         name = plan.cluster.nodes[use.node].name
         rows.append([str(use.stage), name, str(lanes), str(use.slots), *(f"{seconds(each):.2f}" for each in times)])
     print_table(("stage", "node", "lanes", "slots", "busy s", "idle s", "collisions s"), rows, left=(1,))

@@ -368,17 +368,18 @@ class PathSearch:
         """The two agents that collide, each with the interval that the other one has or wanted on the node."""
         rows, lengths = path_arrays(paths)
         each = all_steps(self.problem.visited, self.problem.split_backward)
-        record = np.empty((len(rows) * each, 3), np.int64)
+        record = np.empty((len(rows) * each, 4), np.int64)
         self.costs.run_iteration(rows, lengths, np.ones(len(rows), np.int64), record)
-        tasks_on: dict[int, list[tuple[int, int, int, int]]] = {}
-        for task, (ready, start, end) in enumerate(record.tolist()):
+        tasks_on: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}  # by node and device
+        for task, (ready, start, end, device) in enumerate(record.tolist()):
             lane, step = divmod(task, each)
             position = place(step, self.problem.visited)
             # no lane can keep away from its data node, and none waits for weight gradients
             if position > 0 and not is_weights(step, self.problem.visited):
-                tasks_on.setdefault(paths[lane][position], []).append((start, end, ready, self.agent_of[lane]))
+                mine = tasks_on.setdefault((paths[lane][position], device), [])
+                mine.append((start, end, ready, self.agent_of[lane]))
         longest, found = 0, None
-        for node, tasks in tasks_on.items():
+        for (node, _), tasks in tasks_on.items():
             for (start, end, _, ahead), (later, later_end, ready, waits) in pairwise(sorted(tasks)):
                 if later - ready > longest and ahead != waits and ready < end:
                     longest = later - ready

@@ -16,7 +16,7 @@ from typing import Any
 from skippipe.cluster import Cluster
 from skippipe.collectives.schedule import Averaging
 from skippipe.constraints import MAX_SWAPS
-from skippipe.cost_model import CostModel, cost_model_of
+from skippipe.cost_model import CostModel, cost_model_of, room_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
 from skippipe.optim import DEFAULT
@@ -130,8 +130,9 @@ class Problem:
                 continue
             need = self.workload.fixed_bytes(stage, self.layers[stage]) + self.workload.held_bytes(self.layers[stage])
             have = max(node.memory_bytes for node in self.cluster.nodes)
+            where = "a device" if any(node.devices > 1 for node in self.cluster.nodes) else "a node"
             raise Infeasible(
-                f"stage {stage} needs {need / 2**30:.1f} GiB on a node for {self.layers[stage]} layers and one "
+                f"stage {stage} needs {need / 2**30:.1f} GiB on {where} for {self.layers[stage]} layers and one "
                 f"microbatch; {able} nodes have that ({size} needed, the largest has {have / 2**30:.1f} GiB): "
                 + self._less_state()
                 + self._less_memory()
@@ -140,7 +141,7 @@ class Problem:
     def _fits(self, workload: Workload) -> bool:
         """Whether enough nodes could hold each stage, if it were computed in this way."""
         return all(
-            sum(workload.slots(node.memory_bytes, stage, layers) > 0 for node in self.cluster.nodes) >= size
+            sum(room_of(node, workload, stage, layers).slots > 0 for node in self.cluster.nodes) >= size
             for stage, (layers, size) in enumerate(zip(self.layers, self.sizes, strict=True))
         )
 
@@ -161,7 +162,7 @@ class Problem:
             layers = self.workload.layer_split(stages)
             sizes = stage_sizes(len(self.cluster), stages, min(self.visited, stages))
             if all(
-                sum(self.workload.slots(node.memory_bytes, stage, k) > 0 for node in self.cluster.nodes) >= sizes[stage]
+                sum(room_of(node, self.workload, stage, k).slots > 0 for node in self.cluster.nodes) >= sizes[stage]
                 for stage, k in enumerate(layers)
             ):
                 return f"use {stages} stages, a smaller microbatch, or activation checkpointing"
@@ -202,6 +203,7 @@ class Problem:
         slots = {node: int(self.costs.slots[0, node]) for node in placement[0]}
         work_ns = {
             node: int(self.costs.forward_ns[0, node] + self.costs.backward_ns[0, node] + self.costs.head_ns[node])
+            // int(self.costs.workers[0, node])
             for node in placement[0]
         }
         lanes = dict.fromkeys(placement[0], 0)

@@ -56,17 +56,23 @@ class GanttBar(NamedTuple):
 
 
 class GanttRow(NamedTuple):
-    """The row of a node."""
+    """The row of a node, or of one of its devices that work side by side."""
 
     node: int
     stage: int
     name: str
     y: float
     """Vertical position; grows downwards, with a gap between stages."""
+    device: int = 0
+    node_name: str = ""
 
     @property
     def label(self) -> str:
         return f"stage {self.stage} · {self.name}"
+
+    @property
+    def node_label(self) -> str:
+        return f"stage {self.stage} · {self.node_name}"
 
 
 @dataclass(frozen=True)
@@ -78,11 +84,14 @@ class Gantt:
 
     @cached_property
     def rows(self) -> tuple[GanttRow, ...]:
-        held = [(stage, node) for stage, held_by in enumerate(self.plan.stages) for node in held_by.nodes]
-        return tuple(
-            GanttRow(node, stage, self.plan.cluster.nodes[node].name, index + STAGE_GAP * stage)
-            for index, (stage, node) in enumerate(held)
-        )
+        rows: list[GanttRow] = []
+        for stage, held_by in enumerate(self.plan.stages):
+            for node in held_by.nodes:
+                name, workers = self.plan.cluster.nodes[node].name, int(self.plan.costs.workers[stage, node])
+                for device in range(workers):
+                    own = f"{name} #{device}" if workers > 1 else name
+                    rows.append(GanttRow(node, stage, own, len(rows) + STAGE_GAP * stage, device, name))
+        return tuple(rows)
 
     @cached_property
     def bars(self) -> tuple[GanttBar, ...]:
@@ -111,16 +120,16 @@ class Gantt:
         return f"averaging goes on until {averaged_s:.2f} s, the iteration ends at {self.timeline.iteration_s:.2f} s"
 
     def _task_bars(self) -> Iterator[GanttBar]:
-        row_of = {row.node: index for index, row in enumerate(self.rows)}
+        row_of = {(row.node, row.device): index for index, row in enumerate(self.rows)}
         for task in self.timeline.tasks:
             kind = kind_of(task.step, len(self.plan.lanes[task.lane].path))
             colour = shade(self.hue_of(self.plan.lanes[task.lane].path[0]), kind)
             hover = self._hover_text(task, kind)
             which = (task.lane, task.microbatch, task.step)
             if task.start_ns > task.ready_ns and kind is not BarKind.WEIGHTS:  # no microbatch waits for these
-                waiting = (row_of[task.node], BarKind.WAITING, task.ready_ns, task.start_ns)
+                waiting = (row_of[task.node, task.device], BarKind.WAITING, task.ready_ns, task.start_ns)
                 yield GanttBar(*waiting, *which, NEUTRAL[BarKind.WAITING], f"waiting for the node: {hover}")
-            yield GanttBar(row_of[task.node], kind, task.start_ns, task.end_ns, *which, colour, hover)
+            yield GanttBar(row_of[task.node, task.device], kind, task.start_ns, task.end_ns, *which, colour, hover)
 
     def _hover_text(self, task: Task, kind: BarKind) -> str:
         data_node = self.plan.cluster.nodes[self.plan.lanes[task.lane].path[0]].name
@@ -136,14 +145,14 @@ class Gantt:
         return "\n".join(lines)
 
     def _closing_bars(self) -> Iterator[GanttBar]:
-        """Averaging on every node of its stage, then the optimizer step once all stages are averaged."""
+        """Averaging on every node of its stage, then the optimizer step of all devices once all stages are averaged."""
         if not self.timeline.averaging_ns:
             return
         averaged_ns = max(end for _, end in self.timeline.averaging_ns)
         step_ns = {use.node: use.optimizer_ns for use in self.timeline.nodes}
         for index, row in enumerate(self.rows):
             start, end = self.timeline.averaging_ns[row.stage]
-            if end > start:  # a stage on one node does not average
+            if end > start and row.device == 0:  # a stage on one node does not average
                 yield self._closing_bar(index, BarKind.AVERAGING, start, end)
             if step_ns[row.node]:  # not known of the first iteration of a run
                 yield self._closing_bar(index, BarKind.OPTIMIZER, averaged_ns, averaged_ns + step_ns[row.node])

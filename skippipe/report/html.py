@@ -210,11 +210,12 @@ def _busy(picture: Gantt) -> Table:
     uses = {use.node: use for use in picture.timeline.nodes}
     headings = ("node", "busy, s", "idle, s", "busy, % of the iteration", "collisions, s", "memory slots")
     rows = []
-    for row in picture.rows:
-        use = uses[row.node]
-        busy_s, idle_s, collision_s = map(seconds, (use.busy_ns, picture.timeline.idle_ns(use), use.collision_ns))
-        share = f"{100 * use.busy_ns / whole_ns:.1f}"
-        rows.append([row.label, f"{busy_s:.2f}", f"{idle_s:.2f}", share, f"{collision_s:.2f}", f"{use.slots}"])
+    for node, label in {row.node: row.node_label for row in picture.rows}.items():
+        use = uses[node]
+        times = use.worker_busy_ns, picture.timeline.idle_ns(use), use.collision_ns
+        busy_s, idle_s, collision_s = map(seconds, times)
+        share = f"{100 * use.worker_busy_ns / whole_ns:.1f}"
+        rows.append([label, f"{busy_s:.2f}", f"{idle_s:.2f}", share, f"{collision_s:.2f}", f"{use.slots}"])
     return Table("How busy every node is", BUSY_IN_WORDS, headings, rows)
 
 

@@ -69,7 +69,7 @@ def stages_text(numbers: Sequence[int]) -> str:
 
 def timeline_figures(timeline: Timeline) -> list[tuple[str, str]]:
     """Key figures of an iteration."""
-    busy_ns = sum(use.busy_ns for use in timeline.nodes)
+    busy_ns = sum(use.worker_busy_ns for use in timeline.nodes)
     share = busy_ns / max(1, len(timeline.nodes) * timeline.iteration_ns)
     averaging = []
     if timeline.averaging_ns:

@@ -419,7 +419,7 @@ def _promised(plan: Plan) -> dict[str, Utilization]:
         return {}
     return {
         plan.cluster.nodes[use.node].name: Utilization(
-            expected.iteration_s, seconds(use.busy_ns), seconds(use.collision_ns)
+            expected.iteration_s, seconds(use.worker_busy_ns), seconds(use.collision_ns)
         )
         for use in expected.nodes
     }

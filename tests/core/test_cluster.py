@@ -20,7 +20,7 @@ from tests.helpers.plans import change, clusters, uniform_cluster
 SCHEMA = data("cluster.schema.json")
 
 
-@given(clusters())
+@given(clusters(devices=True))
 def test_file_and_back_unchanged(cluster: Cluster) -> None:
     text = json_text(cluster.to_json())
     assert Cluster.from_json(json.loads(text)) == cluster
@@ -65,7 +65,12 @@ BAD = {
     ),
     "null overhead": (change("hop_overhead_s", None), "hop_overhead_s: expected a number, found null"),
     "newline in name": (change("nodes.0.name", "a\nb"), "nodes[0].name"),
-    "newer version": (change("version", 3), "version: version 3 is not known here"),
+    "no device": (change("nodes.1.devices", 0), "nodes[1].devices: 0 is out of range; give 1 to 64"),
+    "unknown mode": (
+        change("nodes.1.device_mode", "half"),
+        "nodes[1].device_mode: 'half' is none of replicas",
+    ),
+    "newer version": (change("version", 4), "version: version 4 is not known here; this release reads 1 and 2 and 3"),
     "another kind of file": (change("format", "skippipe-plan"), "format: this is a 'skippipe-plan' file"),
 }
 

@@ -88,17 +88,22 @@ def clusters(draw: DrawFn, nodes: int, wild: bool) -> Json:
     palette = draw(st.lists(st.sampled_from([*RATES, 1] if wild else RATES), min_size=1, max_size=3))
     rates = st.sampled_from(palette) if draw(st.booleans()) else st.none()
 
-    def node_rates() -> Json:
-        drawn = {name: draw(rates) for name in ("upload_bytes_per_s", "download_bytes_per_s")}
-        return {name: rate for name, rate in drawn.items() if rate is not None}
+    devices = st.sampled_from([None, 1, 2, 2, 3, 4]) if draw(st.booleans()) else st.none()
+
+    def optional() -> Json:
+        drawn: Json = {name: draw(rates) for name in ("upload_bytes_per_s", "download_bytes_per_s")}
+        drawn["devices"] = draw(devices)
+        if drawn["devices"]:
+            drawn["device_mode"] = draw(st.sampled_from([None, None, "replicas", "sharded"]))
+        return {name: value for name, value in drawn.items() if value is not None}
 
     cluster: Json = {
         "format": "skippipe-cluster",
-        "version": 2,
+        "version": 3,
         "name": "drawn",
         "nodes": [
             {"name": f"n{i}", "location": "here", "flops_per_s": draw(st.sampled_from(FLOPS)), "memory_bytes": 1}
-            | node_rates()
+            | optional()
             for i in range(nodes)
         ],
         "latency_s": matrix(WILD_LATENCIES_S if wild else LATENCIES_S),
@@ -177,7 +182,8 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
     for node in plan["cluster"]["nodes"]:
         held = costs.nodes[node["name"]].stage if node["name"] in costs.nodes else 0
         slots, more = draw(st.sampled_from([6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1, 0])), draw(st.sampled_from([0, 0, 1, -1]))
-        node["memory_bytes"] = costs.fixed_bytes[held] + slots * costs.held_bytes[held] + more
+        memory = costs.fixed_bytes[held] + slots * costs.held_bytes[held] + more
+        node["memory_bytes"] = memory // draw(st.sampled_from([1, node.get("devices", 1)]))
     return plan
 
 

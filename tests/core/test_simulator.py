@@ -104,8 +104,11 @@ def test_weight_gradients_of_a_single_microbatch_start_at_once(plan: Plan, timin
 def test_weight_gradients_run_when_nothing_else_can(plan: Plan, timing: Timing) -> None:
     plan = replace(plan, split_backward=True)
     timeline = simulated(plan, timing)
-    for node, slots in plan.slots.items():
-        mine = [task for task in timeline.tasks if task.node == node]
+    workers = [
+        (each.node, device, each.slots // each.workers) for each in timeline.nodes for device in range(each.workers)
+    ]
+    for node, device, slots in workers:
+        mine = [task for task in timeline.tasks if (task.node, task.device) == (node, device)]
         kinds = {task: steps_in_words(plan, task) for task in mine}
         busy = {task.start_ns: task.end_ns for task in mine}
         for task in (task for task in mine if kinds[task] == "weights"):
@@ -241,9 +244,17 @@ def test_two_messages_of_different_nodes_share_the_download() -> None:
 @settings(max_examples=200, deadline=None)
 @given(plans(), timings)
 def test_one_task_at_a_time_and_no_more_microbatches_than_slots(plan: Plan, timing: Timing) -> None:
+    """On every worker of a node; a microbatch stays on the one that has its activations."""
     timeline = simulated(plan, timing)
-    for node, slots in plan.slots.items():
-        mine = sorted((task for task in timeline.tasks if task.node == node), key=lambda task: task.start_ns)
+    on_worker: dict[tuple[int, int], list[Task]] = {}
+    for task in timeline.tasks:
+        on_worker.setdefault((task.node, task.device), []).append(task)
+    visits = {(task.lane, task.microbatch, task.node, task.device) for task in timeline.tasks}
+    assert len(visits) == sum(lane.microbatches * len(lane.path) for lane in plan.lanes)
+    for (node, device), mine in on_worker.items():
+        workers = int(plan.costs.workers[plan.stage_of[node], node])
+        slots = plan.slots[node] // workers
+        assert device < workers
         assert all(before.end_ns <= after.start_ns for before, after in pairwise(mine))
         changes = []
         for task in mine:
@@ -311,8 +322,9 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
         done_ns, free_ns = np.zeros(len(plan.cluster), np.int64), free_links(len(plan.cluster))
         result = iteration(
             paths, lengths, microbatches, costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns,
-            costs.slots, costs.flight_ns, costs.transmit_ns, costs.upload_ns, costs.download_ns, timing is Timing.FULL,
-            costs.order, plan.split_backward, NO_SLACK, done_ns, *free_ns, NO_RECORD,
+            costs.slots // costs.workers, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns,
+            costs.download_ns, timing is Timing.FULL, costs.order, plan.split_backward, NO_SLACK, done_ns, *free_ns,
+            NO_RECORD,
         )  # fmt: skip
         ends_ns, record = np.zeros(len(averagings), np.int64), np.zeros((len(schedule.stages), 4), np.int64)
         averaging(

@@ -79,7 +79,7 @@ ARGUMENTS = {
 """Of every command, words without which it does nothing."""
 
 OPTIONS: dict[str, dict[str, str | With]] = {
-    "cluster": {"--output": "c.json", "--overwrite": OVERWRITE, "--json": ""},
+    "cluster": {"--devices": "2", "--output": "c.json", "--overwrite": OVERWRITE, "--json": ""},
     "profile": {
         "--local": "3",
         "--keys": With("keys", without="--local 2"),

@@ -11,36 +11,13 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import chain, combinations, pairwise, product
-from typing import Any, TypeAlias
+from itertools import combinations, pairwise
 
-Json: TypeAlias = dict[str, Any]
-Link: TypeAlias = tuple[str, str]
-CAP_NS = 10**15
+from tests.helpers.oracle_costs import CAP_NS, Costs, Json, Link, Node, costs, is_split
 
 
 class LockedUp(Exception):
     """Microbatches are left, but nothing runs and nothing is on its way."""
-
-
-@dataclass(frozen=True)
-class Node:
-    stage: int
-    slots: int
-    times: dict[str, int]  # of forward, backward, weights, head and optimizer
-
-
-@dataclass(frozen=True)
-class Costs:
-    nodes: dict[str, Node]  # those in a stage, in the order of the cluster
-    hop_bytes: dict[bool, dict[Link, int]]  # of activations, and (True) of their gradients
-    gradient_bytes: list[int]  # by stage, like the next two
-    fixed_bytes: list[int]
-    held_bytes: list[int]
-    bandwidth: dict[Link, float]  # in the order of sender, then receiver, in the cluster
-    flight: dict[Link, int]
-    upload: dict[str, float]  # of nodes that have such a rate, like the next
-    download: dict[str, float]
 
 
 @dataclass
@@ -53,100 +30,7 @@ class Task:
     ready: int
     start: int = 0  # this and the next count once the node has taken the task
     end: int = 0
-
-
-def is_split(plan: Json) -> bool:
-    return bool(plan.get("split_backward", False))
-
-
-def costs(plan: Json) -> Costs:
-    work, stages, cluster = plan["workload"], plan["stages"], plan["cluster"]
-    model, t, n = work["model"], work["sequence_tokens"], work["samples_per_microbatch"]
-    d, f, v, e = model["hidden"], model["intermediate"], model["vocab"], model["experts"]
-    h, k = model["heads"] * model["head_dim"], model["kv_heads"] * model["head_dim"]
-
-    def wire(values: int, dtype: str) -> int:
-        return {"fp32": 4 * values, "bf16": 2 * values, "int8": values + 4 * -(-values // 128)}[dtype]
-
-    attention = d * (2 * h + 2 * k)
-    layer_parameters = attention + 3 * d * f * e + 2 * d + (d * e if e > 1 else 0)
-    layer_forward = n * (2 * t * (attention + 3 * d * f * model["experts_active"]) + 2 * t**2 * h)
-    token_bytes = {"fp32": 4, "bf16": 2}[work["compute_dtype"]] * n * t
-    layer_bytes = token_bytes * (4 * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
-    checkpointing = work["activation_checkpointing"]
-    parameters = [stage["layers"] * layer_parameters for stage in stages]
-    parameters[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
-    adapters, share = work.get("adapter_parameters", 0), work.get("weight_share", 0.5)
-    bridges = work.get("bridge_parameters", 0)
-    trained = [stage["layers"] * adapters for stage in stages] if adapters else [each + bridges for each in parameters]
-    gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
-    kept = [20 if dtype == "fp32" else 24 for dtype in gradient_dtypes]
-    fixed_bytes = [each * count + checkpointing * layer_bytes for each, count in zip(kept, trained, strict=True)]
-    if adapters:
-        linear = [stage["layers"] * (attention + (3 * d * f if e == 1 else 0)) for stage in stages]
-        linear[0] += (v if model["tied_embeddings"] else 2 * v) * d + d
-        saved = 4 - {"fp32": 4, "bf16": 2}[work["compute_dtype"]]
-        for index, (count, matrices) in enumerate(zip(parameters, linear, strict=True)):
-            fixed_bytes[index] += 4 * count - saved * matrices
-    ratio = work["backward_ratio"] * (1 - share) if adapters else work["backward_ratio"]
-    fixed_bytes[0] += 8 * n * t * v
-    held_bytes = [stage["layers"] * (token_bytes * d if checkpointing else layer_bytes) for stage in stages]
-
-    def node_costs(node: Json, stage: int) -> Node:
-        r, r_0 = (2 * stages[s]["layers"] * n * t * adapters for s in (stage, 0))
-        model_forward = stages[stage]["layers"] * layer_forward
-        forward, stage_0_forward = model_forward + r, stages[0]["layers"] * layer_forward + r_0
-        gradients = ratio * model_forward + 2 * r
-        slots = max(0, (node["memory_bytes"] - fixed_bytes[stage]) // held_bytes[stage])
-        head = (1 + ratio) * n * (2 * t * d * v)
-        head = head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward
-        operations = {
-            "forward": forward,
-            "backward": gradients + checkpointing * forward if adapters else (ratio + checkpointing) * forward,
-            "gradients": gradients,
-            "head": 2 * head if work.get("early_exit", False) else head,
-            "optimizer": 250 * trained[stage],
-        }
-        times = {
-            kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS))) for kind, count in operations.items()
-        }
-        times["weight"], gradients_ns = 0, times.pop("gradients")
-        if is_split(plan):
-            of_layer = 2 * n * t * adapters
-            part = of_layer / (ratio * layer_forward + 2 * of_layer) if adapters else share
-            times["weight"] = max(1, round(part * gradients_ns))
-            times["backward"] = max(1, times["backward"] - times["weight"])
-        return Node(
-            stage=stage,
-            slots=slots if work["max_slots"] is None else min(slots, work["max_slots"]),
-            times=times,
-        )
-
-    stage_of = {name: index for index, stage in enumerate(stages) for name in stage["nodes"]}
-    placed = [node for node in cluster["nodes"] if node["name"] in stage_of]
-    links = list(product([node["name"] for node in cluster["nodes"]], repeat=2))
-    rates = [
-        {node["name"]: node[f"{way}_bytes_per_s"] for node in cluster["nodes"] if f"{way}_bytes_per_s" in node}
-        for way in ("upload", "download")
-    ]
-    hop_dtypes = {way: dict.fromkeys(links, work["wire_dtype"]) for way in (False, True)}
-    for sender, receiver, forward, backward in work.get("wire_dtypes", []):
-        hop_dtypes[False][sender, receiver], hop_dtypes[True][sender, receiver] = forward, backward
-    delays = [latency + cluster.get("hop_overhead_s", 0) for latency in chain(*cluster["latency_s"])]
-    return Costs(
-        nodes={node["name"]: node_costs(node, stage_of[node["name"]]) for node in placed},
-        hop_bytes={
-            way: {link: wire(n * t * d, dtype) + work["header_bytes"] for link, dtype in each.items()}
-            for way, each in hop_dtypes.items()
-        },
-        gradient_bytes=[wire(count, dtype) for count, dtype in zip(trained, gradient_dtypes, strict=True)],
-        fixed_bytes=fixed_bytes,
-        held_bytes=held_bytes,
-        bandwidth=dict(zip(links, chain(*cluster["bandwidth_bytes_per_s"]), strict=True)),
-        flight={link: round(min(delay * 1e9, CAP_NS)) for link, delay in zip(links, delays, strict=True)},
-        upload=rates[0],
-        download=rates[1],
-    )
+    worker: int = 0
 
 
 def sending_ns(size: int, rate: float) -> int:
@@ -201,7 +85,7 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
     for path in [lane["path"] for lane in lanes]:
         there, back = [(node, "forward") for node in path], [(node, "backward") for node in reversed(path)]
         steps.append([*there, (path[0], "head"), *back])
-    held: Counter[str] = Counter()
+    held: Counter[tuple[str, int]] = Counter()  # by node and worker
 
     def following(ended: Task) -> list[Task]:
         """The lane's next task, ready as soon as the one before ends; none after its last."""
@@ -211,14 +95,15 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
         if microbatch == lanes[lane]["microbatches"]:
             return []
         node, kind = steps[lane][step]
-        return [Task(lane, microbatch, step, node, kind, ready=ended.end)]
+        worker = -1 if kind == "forward" else holder[lane, microbatch, node]
+        return [Task(lane, microbatch, step, node, kind, ready=ended.end, worker=worker)]
 
     def weights_of(ended: Task) -> Task:
         """What a split backward leaves to be done on the same node."""
         length = len(lanes[ended.lane]["path"])
         place = lanes[ended.lane]["path"].index(ended.node)
         step = 2 * length + 1 + place
-        return Task(ended.lane, ended.microbatch, step, ended.node, "weight", ready=ended.end)
+        return Task(ended.lane, ended.microbatch, step, ended.node, "weight", ready=ended.end, worker=ended.worker)
 
     def rank(task: Task) -> tuple[int, int, int]:
         urgency = {
@@ -229,14 +114,15 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
         return (len(lanes) + 2 if task.kind == "weight" else urgency, task.ready, task.lane)
 
     waiting = [Task(lane, 0, 0, *steps[lane][0], ready=0) for lane in range(len(lanes))]
-    running: dict[str, Task] = {}
+    running: dict[tuple[str, int], Task] = {}  # by node and worker
+    holder: dict[tuple[int, int, str], int] = {}  # the worker that has a microbatch of a lane on a node
     flying: list[tuple[int, int, Link, Task]] = []  # when the first byte comes, lane, link, what the message is for
     done: list[Task] = []
     now = 0
     while waiting or running or flying:
         for ended in sorted((task for task in running.values() if task.end == now), key=lambda task: task.lane):
-            del running[ended.node]
-            held[ended.node] -= ended.kind == ("weight" if is_split(plan) else "backward")
+            del running[ended.node, ended.worker]
+            held[ended.node, ended.worker] -= ended.kind == ("weight" if is_split(plan) else "backward")
             done.append(ended)
             if ended.kind == "weight":
                 continue
@@ -254,15 +140,21 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
             comes, _, link, task = message
             task.ready = network.arrival(link, cost.hop_bytes[task.kind == "backward"][link], comes)
             waiting.append(task)
-        for node in cost.nodes.keys() - running.keys():
-            room = held[node] < cost.nodes[node].slots
-            ready = [t for t in waiting if t.node == node and t.ready <= now and (room or t.kind != "forward")]
-            if ready:
+        for node, its in cost.nodes.items():
+            while free := [worker for worker in range(its.workers) if (node, worker) not in running]:
+                room = [worker for worker in free if held[node, worker] < its.slots // its.workers]
+                here = [task for task in waiting if task.node == node and task.ready <= now]
+                ready = [task for task in here if (room if task.kind == "forward" else task.worker in free)]
+                if not ready:
+                    break
                 chosen = min(ready, key=rank)
-                chosen.start, chosen.end = now, now + cost.nodes[node].times[chosen.kind]
-                held[node] += chosen.kind == "forward"
+                chosen.start, chosen.end = now, now + its.times[chosen.kind]
+                if chosen.kind == "forward":
+                    chosen.worker = min(room, key=lambda worker: (held[node, worker], worker))
+                    held[node, chosen.worker] += 1
+                    holder[chosen.lane, chosen.microbatch, node] = chosen.worker
                 waiting.remove(chosen)
-                running[node] = chosen
+                running[node, chosen.worker] = chosen
         coming = [task.end for task in running.values()] + [task.ready for task in waiting if task.ready > now]
         coming += [comes for comes, *_ in flying]
         if waiting and not coming:
@@ -429,7 +321,11 @@ def simulate(plan: Json, timing: str) -> Json:
         busy = sum(task.end - task.start for task in own)
         collision = sum(task.start - task.ready for task in own if task.kind != "weight")
         times = node.times | {"busy": busy, "collision": collision} | ({"head": 0} if node.stage else {})
-        return {"name": name, "stage": node.stage, "slots": node.slots} | {f"{k}_s": v / 1e9 for k, v in times.items()}
+        several = {"workers": node.workers} if node.workers > 1 else {}
+        first = {"name": name, "stage": node.stage, "slots": node.slots} | several
+        return first | {f"{k}_s": v / 1e9 for k, v in times.items()}
+
+    device = ["device"] * any(node.workers > 1 for node in cost.nodes.values())
 
     return {
         "timing": timing,
@@ -438,9 +334,10 @@ def simulate(plan: Json, timing: str) -> Json:
         "averaging_s": [[start / 1e9, end / 1e9] for start, end in averaging],
         "nodes": [node_json(name, node) for name, node in cost.nodes.items()],
         "links": [[*link, sent[link]] for link in cost.flight if link in sent],
-        "task_columns": ["lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s"],
+        "task_columns": ["lane", "microbatch", "step", "node", "ready_s", "start_s", "end_s", *device],
         "tasks": [
             [task.lane, task.microbatch, task.step, task.node, task.ready / 1e9, task.start / 1e9, task.end / 1e9]
+            + [task.worker] * len(device)
             for task in sorted(tasks, key=lambda task: (task.start, task.lane, task.microbatch, task.step))
         ],
     }

@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from skippipe.cluster import Cluster, Node
+from skippipe.cluster import Cluster, DeviceMode, Node
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Lane, Plan, Stage
@@ -48,11 +48,12 @@ def without_ties(cluster: Cluster, seed: int) -> Cluster:
 
 
 @st.composite
-def clusters(draw: st.DrawFn, least: int = 2, most: int = 14, rates: bool = True) -> Cluster:
+def clusters(draw: st.DrawFn, least: int = 2, most: int = 14, rates: bool = True, devices: bool = False) -> Cluster:
     """Unequal nodes, directed links; round numbers, so that events coincide now and then, or often: in some clusters
     speeds, links and rates are all the same.
 
-    `rates`: in half of the clusters, some nodes have upload and download rates.
+    `rates`: in half of the clusters, some nodes have upload and download rates. `devices`: in half of them, some have
+    several devices.
     """
     count = draw(st.sampled_from(range(least, most + 1)))
     seed = draw(st.integers(0, 2**32 - 1))
@@ -75,6 +76,12 @@ def clusters(draw: st.DrawFn, least: int = 2, most: int = 14, rates: bool = True
         machines = [
             replace(node, upload_bytes_per_s=up or None, download_bytes_per_s=down or None)
             for node, (up, down) in zip(machines, drawn, strict=True)
+        ]
+    if devices and draw(st.booleans()):
+        modes = [None, None, *DeviceMode]
+        machines = [
+            replace(node, devices=int(random.integers(1, 5)), device_mode=modes[random.integers(len(modes))])
+            for node in machines
         ]
     return Cluster("drawn", tuple(machines), latency_s, bandwidth, overhead_s)
 
@@ -113,7 +120,7 @@ def pieces_of(averaging: Sequence[dict[str, Any]]) -> tuple[Piece, ...]:
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
     """Demands that are well formed; whether memory suffices is for the planner to say."""
-    cluster = draw(clusters(least=3))
+    cluster = draw(clusters(least=3, devices=True))
     stages = draw(st.sampled_from(range(2, min(6, len(cluster)) + 1)))
     visited = draw(st.sampled_from(range(2, stages + 1)))
     workload = Workload(
@@ -169,13 +176,13 @@ def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = Non
 
 
 @st.composite
-def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
+def plans(draw: st.DrawFn, lost: bool = False, devices: bool = True) -> Plan:
     """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage; stages average in
     any way.
 
-    `lost`: nobody holds one more stage.
+    `lost`: nobody holds one more stage. `devices`: nodes may have several.
     """
-    cluster = draw(clusters(least=3, most=8))
+    cluster = draw(clusters(least=3, most=8, devices=devices))
     count = len(cluster)
     stages = draw(st.integers(2, min(4, count)))
     owner = [*range(stages), *(draw(st.integers(0, stages - 1)) for _ in range(count - stages))]

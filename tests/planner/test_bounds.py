@@ -38,12 +38,17 @@ BUDGET_S = 0.15
 
 
 def unequal(nodes: int, seed: int, missing: float, memory_gib: float) -> Cluster:
-    """Random machines of which some cannot reach each other, with little memory."""
+    """Random machines of which some cannot reach each other, with little memory; with odd seeds, of several devices."""
     draw = np.random.default_rng(seed)
     cluster = random_cluster(nodes, seed)
     bandwidth = cluster.bandwidth_bytes_per_s * (draw.random((nodes, nodes)) >= missing)
     machines = tuple(
-        replace(node, memory_bytes=int(memory_gib * GIB * 2 ** draw.uniform(-0.5, 1.5))) for node in cluster.nodes
+        replace(
+            node,
+            memory_bytes=int(memory_gib * GIB * 2 ** draw.uniform(-0.5, 1.5)),
+            devices=int(draw.integers(1, 5)) if seed % 2 else 1,
+        )
+        for node in cluster.nodes
     )
     return replace(cluster, nodes=machines, bandwidth_bytes_per_s=bandwidth)
 

@@ -227,6 +227,22 @@ def microbatches_on(plan: Plan, node: int) -> int:
     return sum(lane.microbatches for lane in plan.lanes if node in lane.path)
 
 
+def test_a_lost_device_is_a_node_with_fewer_slots_and_not_a_lost_node(published: Plan) -> None:
+    pairs = replace(published.cluster, nodes=tuple(replace(node, devices=2) for node in published.cluster.nodes))
+    plan = replace(published, cluster=pairs, workload=replace(published.workload, max_slots=2), expected=None)
+    members, able = without(plan)
+    node = max(plan.stages[1].nodes, key=lambda each: microbatches_on(plan, each))
+    nodes = tuple(replace(each, devices=1 + (at != node)) for at, each in enumerate(pairs.nodes))
+    fewer = replace(pairs, nodes=nodes)
+    assert validate(plan) == []
+    assert {each.rule for each in validate(replace(plan, cluster=fewer))} == {"TC1"}
+    after = surely(repair(plan, members, able, fewer, looks=24))
+    assert validate(after) == []
+    assert after.cluster == fewer
+    assert sum(node in lane.path for lane in after.lanes) == after.slots[node] == 2
+    assert iteration_s(after) < iteration_s(surely(repair(plan, *without(plan, node), looks=24)))
+
+
 def test_a_slow_node_is_avoided(sites: Plan) -> None:
     node = max(sites.stages[1].nodes, key=lambda each: microbatches_on(sites, each))
     cluster = with_speed(sites, node, 0.1)

@@ -27,9 +27,10 @@ from skippipe.bottlenecks import (
     time_by_cause,
     time_by_group,
 )
+from skippipe.cluster import DeviceMode
 from skippipe.constraints import circle, tc1_overfull
 from skippipe.critical_path import Cause, CauseKind, critical_path
-from skippipe.plan import Plan
+from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.planner.whatif.advisor import Advice, advise
 from skippipe.planner.whatif.candidates import EditKind
@@ -37,6 +38,7 @@ from skippipe.planner.whatif.edits import one_more_slot, with_twin, without_node
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
+from skippipe.workload import Workload
 from tests.helpers.bottlenecks import (
     CASES,
     Case,
@@ -50,7 +52,7 @@ from tests.helpers.bottlenecks import (
     with_speed,
 )
 from tests.helpers.doc_pages import ROOT, documented
-from tests.helpers.plans import plans, simulated, uniform_cluster
+from tests.helpers.plans import TINY, plans, simulated, uniform_cluster
 from tests.helpers.processes import Command
 
 timings = st.sampled_from(list(Timing))
@@ -259,6 +261,28 @@ def test_one_more_slot_is_one_on_this_node_alone() -> None:
     changed = one_more_slot(plan, node)
     assert changed.slots == {each: slots + (each == node) for each, slots in plan.slots.items()}
     assert np.array_equal(changed.costs.forward_ns, plan.costs.forward_ns)
+
+
+@pytest.mark.parametrize("mode", DeviceMode)
+def test_one_more_slot_is_one_on_each_worker(mode: DeviceMode) -> None:
+    plan = published_plan(published20(), "skippipe")
+    nodes = tuple(replace(node, devices=2, device_mode=mode) for node in plan.cluster.nodes)
+    plan = replace(plan, cluster=replace(plan.cluster, nodes=nodes), expected=None)
+    node, workers = plan.lanes[0].path[1], 2 if mode is DeviceMode.REPLICAS else 1
+    changed = one_more_slot(plan, node)
+    assert changed.slots == {each: slots + workers * (each == node) for each, slots in plan.slots.items()}
+
+
+def test_one_more_device_is_advised_where_microbatches_wait_for_those_there_are() -> None:
+    cluster = uniform_cluster(4, latency_s=0.0, bandwidth=1e9)
+    nodes = (*cluster.nodes[:3], replace(cluster.nodes[3], devices=2))
+    stages = (Stage(2, (0, 1, 2), (0, 1, 2)), Stage(6, (3,), (3,)))
+    lanes = tuple(Lane((data_node, 3), 2) for data_node in (0, 1, 2))
+    plan = Plan(replace(cluster, nodes=nodes), Workload(TINY, 16, 1, 6), stages, lanes)
+    advised = {change.what: change for change in advise(plan, simulate(plan), replanning=False).changes}
+    change = advised["one more device in 'n3'"]
+    assert change.kind is EditKind.DEVICE
+    assert simulate(change.plan).collision_s == 0
 
 
 def test_a_twin_is_as_its_model_and_holds_the_same_stage() -> None:

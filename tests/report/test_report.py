@@ -34,13 +34,15 @@ from tests.helpers.html_pages import figures_of, library_of
 LARGEST_PAGE_BYTES = 2_000_000
 
 
-def published(paths: str, timing: Timing, split: bool = False) -> tuple[Plan, Timeline]:
+def published(paths: str, timing: Timing, split: bool = False, devices: int = 1) -> tuple[Plan, Timeline]:
     example = published20()
     assert example.placement is not None
+    nodes = tuple(replace(node, devices=1 + at % devices) for at, node in enumerate(example.cluster.nodes))
+    cluster = replace(example.cluster, nodes=nodes)
     costs = cost_model_of(example.cluster, example.workload, (4,) * 6)
     stages = tuple(Stage(4, nodes, ring_order(costs, index, nodes)) for index, nodes in enumerate(example.placement))
     lanes = example.paths[paths]
-    plan = Plan(example.cluster, example.workload, stages, lanes, split_backward=split)
+    plan = Plan(cluster, example.workload, stages, lanes, split_backward=split)
     timeline = simulate(plan, timing)
     return plan.promising(timeline), timeline
 
@@ -61,16 +63,17 @@ def small(names: tuple[str, ...] = ("a", "b", "c", "spare")) -> tuple[Plan, Time
     return plan.promising(timeline), timeline
 
 
-@pytest.fixture(params=[(timing, split) for timing in Timing for split in (False, True)])
+@pytest.fixture(params=[*((timing, split) for timing in Timing for split in (False, True)), (Timing.FULL, True, 3)])
 def shown(request: pytest.FixtureRequest) -> tuple[Plan, Timeline]:
     return published("skippipe", *request.param)
 
 
 def closing_bars(plan: Plan, timeline: Timeline) -> int:
-    """Averaging where there is somebody to average with, and an optimizer step on every node."""
+    """Averaging where there is somebody to average with, and an optimizer step on every device."""
     if timeline.timing is not Timing.FULL:
         return 0
-    return sum(len(stage.nodes) for stage in plan.stages if len(stage.nodes) > 1) + len(plan.stage_of)
+    averaging = sum(len(stage.nodes) for stage in plan.stages if len(stage.nodes) > 1)
+    return averaging + sum(use.workers for use in timeline.nodes)
 
 
 # the grid
@@ -163,10 +166,11 @@ def test_bars_add_up_to_what_the_timeline_says_of_every_node(shown: tuple[Plan, 
     plan, timeline = shown
     picture = Gantt(plan, timeline)
     for use in timeline.nodes:
-        (row,) = [index for index, row in enumerate(picture.rows) if row.node == use.node]
+        rows = [index for index, row in enumerate(picture.rows) if row.node == use.node]
+        assert len(rows) == use.workers
         lasting: Counter[BarKind] = Counter()
         for bar in picture.bars:
-            if bar.row == row:
+            if bar.row in rows:
                 lasting[bar.kind] += bar.end_ns - bar.start_ns
         assert sum(lasting[kind] for kind in TASK_KINDS) == use.busy_ns
         assert lasting[BarKind.WAITING] == use.collision_ns
@@ -346,9 +350,9 @@ def test_trace_has_one_slice_a_task_and_none_overlap_on_a_node(shown: tuple[Plan
     for spans in threads.values():
         assert all(end <= start for (_, end), (start, _) in pairwise(sorted(spans)))
     names = {event["tid"]: event["args"]["name"] for event in events_of(trace, "M") if event["name"] == "thread_name"}
-    assert sorted(names.values()) == sorted(
-        f"stage {stage} · {plan.cluster.nodes[node].name}" for node, stage in plan.stage_of.items()
-    )
+    assert Counter(name.partition(" #")[0] for name in names.values()) == {
+        f"stage {use.stage} · {plan.cluster.nodes[use.node].name}": use.workers for use in timeline.nodes
+    }
     assert {"name": "as planned"} in [event["args"] for event in events_of(trace, "M")]
 
 

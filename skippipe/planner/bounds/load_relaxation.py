@@ -26,7 +26,7 @@ def share_of(problem: Problem, stage: int) -> int:
 
 
 def work_ns(classes: NodeClasses) -> Ints:
-    """[stage, class]: nanoseconds of a node for one microbatch."""
+    """[stage, class]: nanoseconds of one of a node's workers for one microbatch."""
     work: Ints = classes.forward_ns + classes.backward_ns + classes.weight_ns
     work[0] += classes.head_ns
     return work
@@ -69,7 +69,7 @@ def load_infeasible_by(
     stages, number = problem.stages, len(classes)
     window_ns = np.tile(deadline_ns - before_ns(classes) - after_ns(classes), (stages, 1))
     window_ns[0] = deadline_ns
-    by_time = np.maximum(0, window_ns) // work_ns(classes)
+    by_time = classes.workers * np.maximum(0, window_ns) // work_ns(classes)
     by_lanes = classes.slots * (np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns)
     shares = np.array([share_of(problem, stage) for stage in range(stages)])
     each = np.minimum(np.minimum(by_time, by_lanes), shares[:, None]) / shares[:, None]
@@ -90,10 +90,12 @@ def load_infeasible_by(
 def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: int) -> list[int]:
     """When a stage of 1, 2, … nodes is done with its share, at the earliest: with the fastest nodes."""
     able = classes.slots[stage] > 0
-    taken_ns = np.sort(np.repeat(work_ns(classes)[stage, able], classes.count[able]))[:most]
+    work, workers = work_ns(classes)[stage, able], classes.workers[stage, able]
+    taken_ns = np.sort(np.repeat(work / workers, classes.count[able]))[:most]
     first_ns = int(before_ns(classes)[able].min(initial=NEVER_NS)) if stage else 0
     share = share_of(problem, stage)
-    busiest_ns = -(-share // np.arange(1, len(taken_ns) + 1)) * taken_ns.min(initial=NEVER_NS)
+    on_busiest = -(-share // np.arange(1, len(taken_ns) + 1))
+    busiest_ns = -(-on_busiest[:, None] * work // workers).min(axis=1, initial=NEVER_NS)
     together_ns = (share / np.cumsum(1 / taken_ns) * (1 - ROUNDING)).astype(np.int64)
     found: list[int] = (first_ns + np.maximum(busiest_ns, together_ns)).tolist()
     return found + [NEVER_NS] * (most - len(found))

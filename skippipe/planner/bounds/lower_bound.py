@@ -2,7 +2,7 @@
 several relaxations, each of which drops some of a plan's constraints.
 
 best lanes       the slots of a node carry only lanes that take at least the shortest closed walk through it
-node load        every stage finds nodes for its share of the microbatches (CC3), one stage a node, one task at a time
+node load        every stage finds nodes for its share of the microbatches (CC3), one stage a node, one task a worker
 slots and tours  lanes compete for the slots along their tours (`tour_relaxation`), first divisible, then whole
 
 Under full timing averaging comes on top. How long it takes and how early a stage can be done both depend on how many

@@ -1,9 +1,9 @@
 """Equivalence classes of nodes, and the closed tours over them.
 
-Two nodes are equivalent if every task takes both equally long, both have as many slots, and every other node is equally
-far there and back, as at one site. A lane goes round a tour of L nodes, and no microbatch comes round in less than the
-tour takes alone. Which stage a node holds is left open but for stage 0, so every other node of a tour counts with its
-cheapest stage.
+Two nodes are equivalent if every task takes both equally long, both have as many slots and workers, and every other
+node is equally far there and back, as at one site. A lane goes round a tour of L nodes, and no microbatch comes round
+in less than the tour takes alone. Which stage a node holds is left open but for stage 0, so every other node of a tour
+counts with its cheapest stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_ORDERS = 20_000_000  # of the nodes on them
 
 @dataclass(frozen=True, eq=False)
 class NodeClasses:
-    """Equivalence classes of nodes: task times and slots by [stage, class], as in `CostModel`."""
+    """Equivalence classes of nodes: task times, slots and workers by [stage, class], as in `CostModel`."""
 
     count: Ints
     """[class]: number of its nodes."""
@@ -43,6 +43,7 @@ class NodeClasses:
     head_ns: Ints
     """[class]: head and loss."""
     slots: Ints
+    workers: Ints
 
     @classmethod
     def of(cls, problem: Problem) -> NodeClasses:
@@ -68,6 +69,7 @@ class NodeClasses:
             weight_ns=costs.weight_ns[:, member] * int(split),
             head_ns=costs.head_ns[member],
             slots=costs.slots[:, member],
+            workers=costs.workers[:, member],
         )
 
     def __len__(self) -> int:
@@ -94,7 +96,9 @@ class NodeClasses:
 
 def _class_of(costs: CostModel, both_ns: Ints) -> Ints:
     """[node]: its class. Being equally far from all others is an equivalence: such nodes are equally far apart."""
-    tasks = np.vstack([costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.slots, costs.head_ns[None]])
+    tasks = np.vstack(
+        [costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.slots, costs.workers, costs.head_ns[None]]
+    )
     first_of: dict[bytes, list[tuple[int, int]]] = {}  # task times → (class, its first node)
     class_of = np.empty(costs.nodes, np.int64)
     classes = 0

@@ -3,7 +3,8 @@
 A lane on a tour that takes c brings home floor(T / c) microbatches by time T, and a node lies on no more lanes than it
 has slots (TC1). On a data node with several lanes, their first forwards run one after another, and so do their last
 backwards: the lane that is r-th to start and has q others behind it at the end has r forwards and q backwards less than
-T. Stage sizes, allocation, order of stages and collisions elsewhere are left open, so no plan does better.
+T; with w workers side by side, floor(r / w) forwards and floor(q / w) backwards. Stage sizes, allocation, order of
+stages and collisions elsewhere are left open, so no plan does better.
 
 The linear programme has few columns at first and adds those whose reduced profit is positive. Any dual prices prove an
 upper limit, which is computed here from all tours, whatever the solver says; for the integer programme the solver's
@@ -128,11 +129,14 @@ class TourProgramme:
             count = most[live] - level
             slack_ns = time_ns[live] - count * tours.round_ns[live]
             lead_ns, gap_ns, final = self.lead_ns[start[live]], self.gap_ns[start[live]], last[live]
+            workers = self.classes.workers[0, start[live]]
             if level == LEVELS - 1 and not exact:
                 slack_ns = final * (lead_ns + gap_ns)  # as good as all that have fewer
             for started in range(RANKS):
-                behind = np.minimum((slack_ns - started * lead_ns) // gap_ns, final)
-                next_behind = np.minimum((slack_ns - (started + 1) * lead_ns) // gap_ns, final)
+                left_ns = slack_ns - started // workers * lead_ns
+                next_left_ns = slack_ns - (started + 1) // workers * lead_ns
+                behind = np.minimum(left_ns // gap_ns * workers + workers - 1, final)
+                next_behind = np.minimum(next_left_ns // gap_ns * workers + workers - 1, final)
                 good = (started <= final) & (behind >= 0) & ((started == final) | (next_behind < behind))
                 found.append((live[good], count[good], np.full(int(good.sum()), started), behind[good]))
             at_ease = slack_ns >= final * (lead_ns + gap_ns)
@@ -144,10 +148,10 @@ class TourProgramme:
         classes = self.classes
         if not self.with_load:
             return np.full(len(classes), self.microbatches), np.full(len(classes), self.share)
-        work = work_ns(classes)
+        work, workers = work_ns(classes), classes.workers
         window_ns = np.maximum(0, deadline_ns - before_ns(classes) - after_ns(classes))
-        return np.minimum(deadline_ns // work[0], self.microbatches), np.minimum(
-            window_ns // work[1:].min(axis=0), self.share
+        return np.minimum(workers[0] * deadline_ns // work[0], self.microbatches), np.minimum(
+            (workers[1:] * window_ns // work[1:]).max(axis=0), self.share
         )
 
     def _rows(self, columns: _Columns, node_limits: tuple[Ints, Ints] | None) -> tuple[csr_array, Floats]:

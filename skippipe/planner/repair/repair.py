@@ -134,9 +134,10 @@ def compile_repair() -> None:
 
 
 def task_ns(costs: CostModel, stage: int, node: int) -> int:
-    """What one microbatch takes of the node's time."""
+    """What one microbatch takes of the node's time, which as many pass at once as it has workers."""
     head_ns = int(costs.head_ns[node]) if stage == 0 else 0
-    return int(costs.forward_ns[stage, node] + costs.backward_ns[stage, node]) + head_ns
+    alone_ns = int(costs.forward_ns[stage, node] + costs.backward_ns[stage, node]) + head_ns
+    return -(-alone_ns // int(costs.workers[stage, node]))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,10 @@ def _near_each_other(problem: Problem) -> list[list[int]]:
 def _microbatches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[int]:
     """Microbatches for each group by what its nodes compute, in the multiples in which lanes come."""
     units = problem.workload.microbatches // problem.lane_unit
-    speed = np.array([sum(problem.cluster.nodes[node].flops_per_s for node in group) for group in groups])
+    workers = problem.costs.workers.max(axis=0)
+    speed = np.array(
+        [sum(problem.cluster.nodes[node].flops_per_s * workers[node] for node in group) for group in groups]
+    )
     exact = speed / speed.sum() * (units - len(groups))  # one for each beforehand
     found = np.floor(exact).astype(int)
     found[np.argsort(found - exact, kind="stable")[: units - len(groups) - found.sum()]] += 1

@@ -33,7 +33,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     stage_of, counts, paths = state.stage_of, state.counts, state.paths
     nodes, stages = len(stage_of), len(state.size)
     forward, backward, weight = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    slots = np.zeros(nodes, np.int64)
+    slots, workers, worker_slots = np.zeros(nodes, np.int64), np.ones(nodes, np.int64), np.zeros(nodes, np.int64)
     step_ns = 0
     for node in range(nodes):
         stage = stage_of[node]
@@ -42,7 +42,10 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
             forward[node] = tables.forward_ns[layers, node]
             backward[node] = tables.backward_ns[layers, node]
             weight[node] = tables.weight_ns[layers, node]
-            slots[node] = tables.slots[other, layers, node]
+            slots[node] = worker_slots[node] = tables.slots[other, layers, node]
+            if tables.workers[other, layers, node] > 1:
+                workers[node] = tables.workers[other, layers, node]
+                worker_slots[node] //= workers[node]
             step_ns = max(step_ns, tables.step_ns[other, layers, node])
     head = tables.head_ns[state.layers[0]]
 
@@ -93,6 +96,8 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         if tables.visitable[stage]:
             uneven += abs(exposure[stage] - visits // visitable)
     for node in range(nodes):
+        if workers[node] > 1:
+            load[node] = -(-load[node] // workers[node])
         if load[node] + step_ns > limit:
             return INFINITE_NS, 0, INFINITE_NS
 
@@ -114,7 +119,8 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         backward,
         weight,
         head,
-        slots,
+        worker_slots,
+        workers,
         tables.flight_ns,
         tables.transmit_ns,
         tables.upload_ns,
@@ -127,7 +133,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         np.empty((nodes, nodes), np.int64) if tables.full else np.empty((1, 1), np.int64),
         np.empty(nodes, np.int64),
         np.empty(nodes, np.int64),
-        np.empty((0, 3), np.int64),
+        np.empty((0, 4), np.int64),
     )
     if left > 0:
         return INFINITE_NS, 0, INFINITE_NS

@@ -110,7 +110,7 @@ def _noisy_hop_ns(a: int, b: int, noise: int, salt: int, tables: Tables) -> int:
 
 @kernel
 def _load_ns(state: State, tables: Tables) -> Ints:
-    """[node]: nanoseconds of work for its lanes in an iteration."""
+    """[node]: nanoseconds of work for its lanes in an iteration, for each of its workers."""
     node_load_ns = np.zeros(len(state.stage_of), np.int64)
     for lane in range(len(state.counts)):
         count = state.counts[lane]
@@ -120,4 +120,10 @@ def _load_ns(state: State, tables: Tables) -> Ints:
             node = state.paths[lane, hop]
             layers = state.layers[state.stage_of[node]]
             node_load_ns[node] += count * (tables.forward_ns[layers, node] + tables.backward_ns[layers, node])
+    for node in range(len(node_load_ns)):
+        stage = state.stage_of[node]
+        if node_load_ns[node] > 0:
+            workers = tables.workers[min(stage, len(tables.workers) - 1), state.layers[stage], node]
+            if workers > 1:
+                node_load_ns[node] //= workers
     return node_load_ns

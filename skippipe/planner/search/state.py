@@ -61,6 +61,8 @@ class Tables(NamedTuple):
     """[stage, layers, node]"""
     slots: Ints
     """[stage, layers, node]"""
+    workers: Ints
+    """[stage, layers, node]: tasks side by side."""
     gradient_bytes: Ints
     """[stage, layers]"""
     flight_ns: Ints
@@ -117,6 +119,7 @@ def tables_of(
         head_ns=np.array([one.head_ns for one in each]),
         step_ns=np.array([[one.optimizer_ns[stage] * full for one in each] for stage in stages]),
         slots=np.array([[one.slots[stage] for one in each] for stage in stages]),
+        workers=np.array([[one.workers[stage] for one in each] for stage in stages]),
         gradient_bytes=np.array([[one.gradient_bytes[stage] for one in each] for stage in stages]),
         flight_ns=costs.flight_ns,
         transmit_ns=costs.transmit_ns,

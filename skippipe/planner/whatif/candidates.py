@@ -21,6 +21,7 @@ from skippipe.dispatch import Dispatch
 from skippipe.plan import Plan
 from skippipe.planner.whatif import edits
 from skippipe.timeline import Timeline
+from skippipe.value_ranges import DEVICES
 
 BOTTLENECKS = 12  # of the critical path, the largest: what they blame is tried
 NODES_TO_DROP = 3  # likewise, where paths are searched anew
@@ -47,6 +48,7 @@ class EditKind(StrEnum):
     DOWNLOAD = "download"
     LATENCY = "latency"
     SLOT = "slot"
+    DEVICE = "device"
     SPEED = "speed"
     LESS = "node-less"
     MORE = "node-more"
@@ -107,13 +109,17 @@ class CandidateEdits:
             what = f"{self._name(node)} twice as fast"
             because = f"{ACTIVITY[bottleneck.group]}: {self._share(bottleneck.ns)} of the time"
             yield self._candidate(EditKind.SPEED, what, because, partial(edits.faster_node, self.plan, node))
+            if DEVICES.least < self.plan.cluster.nodes[node].devices < DEVICES.most:
+                what = f"one more device in {self._name(node)}"
+                yield self._candidate(EditKind.DEVICE, what, because, partial(edits.one_more_device, self.plan, node))
 
     def _candidate(self, kind: EditKind, what: str, because: str, changed: Callable[[], Plan]) -> Candidate:
         return Candidate(kind, what, because, lambda: [changed])
 
     def _slot(self, node: int) -> tuple[str, str]:
         slots = self.plan.slots[node]
-        what = f"one more memory slot on {self._name(node)}"
+        each = "each device of " if self.plan.costs.workers[self.plan.stage_of[node], node] > 1 else ""
+        what = f"one more memory slot on {each}{self._name(node)}"
         return what, f"{self.lanes_through.get(node, 0)} lanes through {slots} slots"
 
     def _better_links(self, bottleneck: Bottleneck) -> Iterator[Candidate]:
@@ -278,4 +284,5 @@ class CandidateEdits:
         """Sort key for the node to copy: fast, then near to the others."""
         others = list(self.plan.stage_of)
         hops = self.plan.costs.hop_ns
-        return self.plan.cluster.nodes[node].flops_per_s, -int(hops[node, others].sum() + hops[others, node].sum())
+        speed = self.plan.cluster.nodes[node].flops_per_s * int(self.plan.costs.workers[self.plan.stage_of[node], node])
+        return speed, -int(hops[node, others].sum() + hops[others, node].sum())

@@ -14,7 +14,7 @@ import numpy as np
 from skippipe.cluster import Cluster, Matrix, Node
 from skippipe.collectives.rings import ring_order
 from skippipe.collectives.schedule import Averaging, Piece
-from skippipe.cost_model import cost_model_of
+from skippipe.cost_model import cost_model_of, device_bytes
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
 from skippipe.plan import Lane, Plan, Stage
@@ -44,6 +44,12 @@ def faster_node(plan: Plan, node: int) -> Plan:
     """The node is twice as fast."""
     before = plan.cluster.nodes[node]
     return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, flops_per_s=2 * before.flops_per_s)))
+
+
+def one_more_device(plan: Plan, node: int) -> Plan:
+    """The node has one more device."""
+    before = plan.cluster.nodes[node]
+    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, devices=before.devices + 1)))
 
 
 def wider_links(plan: Plan, links: Links) -> Plan:
@@ -132,20 +138,22 @@ def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:
 
 
 def one_more_slot(plan: Plan, node: int) -> Plan:
-    """This node alone has one more slot: if the workload caps slots, all others get just the memory that they use."""
+    """This node alone has one more slot, or one on each of its devices: if the workload caps slots, all others get just
+    the memory that they use."""
     workload, cluster = plan.workload, plan.cluster
 
-    def with_slots(number: int, slots: int) -> Node:
-        stage = plan.stage_of[number]
-        layers = plan.layers[stage]
-        needed = workload.fixed_bytes(stage, layers) + slots * workload.held_bytes(layers)
-        return replace(cluster.nodes[number], memory_bytes=needed)
+    def slots_of(number: int) -> int:
+        return plan.slots[number] // int(plan.costs.workers[plan.stage_of[number], number])
 
-    slots = plan.slots[node]
+    def with_slots(number: int, slots: int) -> Node:
+        stage, before = plan.stage_of[number], plan.cluster.nodes[number]
+        return replace(before, memory_bytes=device_bytes(before, workload, stage, plan.layers[stage], slots))
+
+    slots = slots_of(node)
     if slots != workload.max_slots:
         return _on_cluster(plan, _with_node(cluster, node, with_slots(node, slots + 1)))
     for number in plan.stage_of:
-        cluster = _with_node(cluster, number, with_slots(number, plan.slots[number] + (number == node)))
+        cluster = _with_node(cluster, number, with_slots(number, slots_of(number) + (number == node)))
     return replace(_on_cluster(plan, cluster), workload=replace(workload, max_slots=slots + 1))
 
 

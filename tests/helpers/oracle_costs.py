@@ -1,0 +1,150 @@
+"""Costs of a plan, written from docs/formats.md alone: the first half of the second simulator (see `oracle`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, product
+from typing import Any, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+Link: TypeAlias = tuple[str, str]
+CAP_NS = 10**15
+
+
+@dataclass(frozen=True)
+class Node:
+    stage: int
+    slots: int
+    workers: int
+    times: dict[str, int]  # of forward, backward, weights, head and optimizer
+
+
+@dataclass(frozen=True)
+class Costs:
+    nodes: dict[str, Node]  # those in a stage, in the order of the cluster
+    hop_bytes: dict[bool, dict[Link, int]]  # of activations, and (True) of their gradients
+    gradient_bytes: list[int]  # by stage, like the next two
+    fixed_bytes: list[int]
+    held_bytes: list[int]
+    bandwidth: dict[Link, float]  # in the order of sender, then receiver, in the cluster
+    flight: dict[Link, int]
+    upload: dict[str, float]  # of nodes that have such a rate, like the next
+    download: dict[str, float]
+
+
+def is_split(plan: Json) -> bool:
+    return bool(plan.get("split_backward", False))
+
+
+def costs(plan: Json) -> Costs:
+    work, stages, cluster = plan["workload"], plan["stages"], plan["cluster"]
+    model, t, n = work["model"], work["sequence_tokens"], work["samples_per_microbatch"]
+    d, f, v, e = model["hidden"], model["intermediate"], model["vocab"], model["experts"]
+    h, k = model["heads"] * model["head_dim"], model["kv_heads"] * model["head_dim"]
+
+    def wire(values: int, dtype: str) -> int:
+        return {"fp32": 4 * values, "bf16": 2 * values, "int8": values + 4 * -(-values // 128)}[dtype]
+
+    attention = d * (2 * h + 2 * k)
+    layer_parameters = attention + 3 * d * f * e + 2 * d + (d * e if e > 1 else 0)
+    layer_forward = n * (2 * t * (attention + 3 * d * f * model["experts_active"]) + 2 * t**2 * h)
+    token_bytes = {"fp32": 4, "bf16": 2}[work["compute_dtype"]] * n * t
+    layer_bytes = token_bytes * (4 * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
+    checkpointing = work["activation_checkpointing"]
+    ends = (v if model["tied_embeddings"] else 2 * v) * d + d
+    adapters, share = work.get("adapter_parameters", 0), work.get("weight_share", 0.5)
+    bridges = work.get("bridge_parameters", 0)
+    gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
+    ratio = work["backward_ratio"] * (1 - share) if adapters else work["backward_ratio"]
+
+    def trained_by(stage: int, layers: int) -> int:
+        return layers * adapters if adapters else layers * layer_parameters + (ends if stage == 0 else 0) + bridges
+
+    def fixed_by(stage: int, layers: int) -> int:
+        total = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers)
+        total += checkpointing * layer_bytes + (8 * n * t * v if stage == 0 else 0)
+        if adapters:
+            linear = layers * (attention + (3 * d * f if e == 1 else 0)) + (ends if stage == 0 else 0)
+            total += 4 * (layers * layer_parameters + (ends if stage == 0 else 0))
+            total -= (4 - {"fp32": 4, "bf16": 2}[work["compute_dtype"]]) * linear
+        return total
+
+    def held_by(layers: int) -> int:
+        return layers * (token_bytes * d if checkpointing else layer_bytes)
+
+    def room(node: Json, stage: int, layers: int) -> int:
+        free = max(0, (node["memory_bytes"] - fixed_by(stage, layers)) // max(1, held_by(layers)))
+        return free if work["max_slots"] is None else min(free, work["max_slots"])
+
+    def slots_and_workers(node: Json, stage: int) -> tuple[int, int]:
+        layers, count, mode = stages[stage]["layers"], node.get("devices", 1), node.get("device_mode")
+        alone = room(node, stage, layers)
+        if count == 1 or mode == "replicas" or (mode is None and alone >= 1):
+            return count * alone, count
+
+        def evenly(layers: int, count: int) -> list[int]:
+            return [layers // count + (at >= count - layers % count) for at in range(count)]
+
+        def parts(first: int) -> list[tuple[int, int]]:
+            """Of every device, the stage that it counts as and its layers."""
+            return [(stage, first), *((stage or 1, each) for each in evenly(layers - first, count - 1) if each)]
+
+        firsts = range(layers // count + 1) if stage == 0 else [layers // count]
+        least = min(
+            firsts, key=lambda first: (max(fixed_by(*part) + held_by(part[1]) for part in parts(first)), -first)
+        )
+        return min(room(node, *part) for part in parts(least)), 1
+
+    trained = [trained_by(index, stage["layers"]) for index, stage in enumerate(stages)]
+
+    def node_costs(node: Json, stage: int) -> Node:
+        r, r_0 = (2 * stages[s]["layers"] * n * t * adapters for s in (stage, 0))
+        model_forward = stages[stage]["layers"] * layer_forward
+        forward, stage_0_forward = model_forward + r, stages[0]["layers"] * layer_forward + r_0
+        gradients = ratio * model_forward + 2 * r
+        slots, workers = slots_and_workers(node, stage)
+        head = (1 + ratio) * n * (2 * t * d * v)
+        head = head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward
+        operations = {
+            "forward": forward,
+            "backward": gradients + checkpointing * forward if adapters else (ratio + checkpointing) * forward,
+            "gradients": gradients,
+            "head": 2 * head if work.get("early_exit", False) else head,
+            "optimizer": 250 * trained[stage],
+        }
+        times = {
+            kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS))) for kind, count in operations.items()
+        }
+        times["weight"], gradients_ns = 0, times.pop("gradients")
+        if is_split(plan):
+            of_layer = 2 * n * t * adapters
+            part = of_layer / (ratio * layer_forward + 2 * of_layer) if adapters else share
+            times["weight"] = max(1, round(part * gradients_ns))
+            times["backward"] = max(1, times["backward"] - times["weight"])
+        return Node(stage, slots, workers, times)
+
+    stage_of = {name: index for index, stage in enumerate(stages) for name in stage["nodes"]}
+    placed = [node for node in cluster["nodes"] if node["name"] in stage_of]
+    links = list(product([node["name"] for node in cluster["nodes"]], repeat=2))
+    rates = [
+        {node["name"]: node[f"{way}_bytes_per_s"] for node in cluster["nodes"] if f"{way}_bytes_per_s" in node}
+        for way in ("upload", "download")
+    ]
+    hop_dtypes = {way: dict.fromkeys(links, work["wire_dtype"]) for way in (False, True)}
+    for sender, receiver, forward, backward in work.get("wire_dtypes", []):
+        hop_dtypes[False][sender, receiver], hop_dtypes[True][sender, receiver] = forward, backward
+    delays = [latency + cluster.get("hop_overhead_s", 0) for latency in chain(*cluster["latency_s"])]
+    return Costs(
+        nodes={node["name"]: node_costs(node, stage_of[node["name"]]) for node in placed},
+        hop_bytes={
+            way: {link: wire(n * t * d, dtype) + work["header_bytes"] for link, dtype in each.items()}
+            for way, each in hop_dtypes.items()
+        },
+        gradient_bytes=[wire(count, dtype) for count, dtype in zip(trained, gradient_dtypes, strict=True)],
+        fixed_bytes=[fixed_by(index, stage["layers"]) for index, stage in enumerate(stages)],
+        held_bytes=[held_by(stage["layers"]) for stage in stages],
+        bandwidth=dict(zip(links, chain(*cluster["bandwidth_bytes_per_s"]), strict=True)),
+        flight={link: round(min(delay * 1e9, CAP_NS)) for link, delay in zip(links, delays, strict=True)},
+        upload=rates[0],
+        download=rates[1],
+    )
