@@ -223,7 +223,7 @@ def parse_devices(text: str) -> list[str]:
         check_device(f"cuda:{int(last)}")
         return [f"cuda:{number}" for number in range(int(first), int(last) + 1)]
     if kind not in ("cpu", "cuda") or (numbers and (kind == "cpu" or not numbers.isdecimal())):
-        raise UserError(f"devices '{text}': expected cpu, cpu:K (K workers), cuda, cuda:N or cuda:N-M")
+        raise UserError(f"device '{text}': expected cpu, cpu:K (K workers), cuda, cuda:N or cuda:N-M")
     check_device(text)
     if text == "cuda":
         return [f"cuda:{number}" for number in range(torch.cuda.device_count())]

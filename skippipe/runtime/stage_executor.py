@@ -22,6 +22,7 @@ from skippipe.collectives.schedule import Schedule
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
+from skippipe.model.sharded_stage import ShardedStep
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
@@ -69,7 +70,7 @@ class StageExecutor:
         layers: tuple[int, ...],
         workload: Workload,
         spec: ModelSpec,
-        tasks: StageStep,
+        tasks: StageStep | ShardedStep,
         sampler: BatchSampler | None,
         *,
         recipe: SkipSchedule | None = None,
@@ -117,6 +118,7 @@ class StageExecutor:
             case CheckFinite():
                 return self._check_finite()
             case BeginAveraging():
+                self.tasks.weights.collect()
                 return self._averager.begin(work.schedule)
             case ContributePiece():
                 return self._averager.contribute(work.piece, work.given, total=work.total)
@@ -137,11 +139,8 @@ class StageExecutor:
             case WriteState():
                 return self._write_state(work.part, work.given, work.digest)
             case CopyEnds():
-                values = self.tasks.weights.values
-                ends = [
-                    values[slot.start : slot.start + slot.size].cpu()
-                    for slot in embedding_slots(self.tasks.weights.slots)
-                ]
+                weights = self.tasks.weights
+                ends = [weights.read_state(slot.start, slot.size).cpu() for slot in embedding_slots(weights.slots)]
                 self._backup = work.iterations, torch.cat(ends)
                 return None
             case OpenBackup():
@@ -160,6 +159,7 @@ class StageExecutor:
         return body.shape == self._shape and body.dtype in self._wire_dtypes
 
     def _check_finite(self) -> bool:
+        self.tasks.weights.collect()
         gradient = self.tasks.weights.gradient
         sound = bool(torch.stack(torch.aminmax(gradient)).isfinite().all())  # NaN is both the least and the largest
         if not sound:
@@ -168,6 +168,8 @@ class StageExecutor:
 
     def _grad_norm(self, visits: int, *, alone: bool) -> float:
         """Squared norm of the mean gradient. It may be asked for again: averaging is repeated when a peer is lost."""
+        if alone:
+            self.tasks.weights.collect()
         summed = None if alone else self._averager.summed
         count = self._recipe.divisor(visits, self._microbatches)
         self._averaged = count, summed
@@ -198,7 +200,7 @@ class StageExecutor:
         self._backup, self._incoming_backup = former._backup, former._incoming_backup
 
     def _clear_gradients(self) -> None:
-        self.tasks.weights.gradient.zero_()
+        self.tasks.weights.clear_gradient()
         self._averager.close(followed=False)
         self._averaged = None
 
@@ -214,10 +216,11 @@ class StageExecutor:
     def _read_weights(self, piece: int, *, kept: bool) -> EncodedTensor | None:
         """A chunk of the snapshot if it was `kept` for a checkpoint, else of the weights as they are; None after the
         last one, and then the snapshot is freed."""
-        whole = self._snapshot if kept else self.tasks.weights.values
-        assert whole is not None, "there is no snapshot"
-        values = whole[piece * CHUNK_VALUES : (piece + 1) * CHUNK_VALUES]
-        if len(values):
+        weights, first = self.tasks.weights, piece * CHUNK_VALUES
+        assert self._snapshot is not None or not kept, "there is no snapshot"
+        size = weights.trained_values if kept else len(weights.state_parts[0])
+        if count := max(0, min(CHUNK_VALUES, size - first)):
+            values = self._snapshot[first : first + count] if kept else weights.read_state(first, count)
             return encode(values, "fp32")
         self._snapshot = None if kept else self._snapshot
         return None
@@ -231,7 +234,7 @@ class StageExecutor:
         weights = self.tasks.weights
         weights.steps = origin.steps
         if origin.kind == "neighbours":
-            weights.optimizer.clear_state()
+            weights.clear_state()
             parts = init_from_neighbours(
                 self._spec, self._layers, self._stage, origin.sources, origin.stages, origin.shares
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -86,8 +87,8 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
 
     def executor(node: int, plan: Plan) -> StageExecutor | DevicePool:
         devices = node_devices(None, node_config.device, plan.cluster.nodes[node].devices)
-        stage = plan.stage_of[node]
-        return build_node_executor(stage, node_config, devices, sampler, packing=False, held_out=held_out)
+        config = replace(node_config, plan=plan)
+        return build_node_executor(node, config, devices, sampler, packing=False, held_out=held_out)
 
     executors = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(

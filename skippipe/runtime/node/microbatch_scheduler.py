@@ -1,14 +1,15 @@
 """The microbatches of one iteration on one node: which are ready, run, are held in memory, were added up and sent on.
 
-Tasks are taken in the order that `dispatch` gives, as many at a time as the node has devices, of different
-microbatches. A microbatch stays on the device that has its activations. What was sent last on a lane is kept until the
-lane's next microbatch comes by: if its receiver is lost, the node that takes over from it gets it (see `routing`). What
-comes twice is taken once, and what has been added up once is never added up again.
+Tasks are taken in the order that `dispatch` gives, as many at a time as the node has workers: one, or one for each
+device that holds the whole stage. A microbatch stays on the device that has its activations. What was sent last on a
+lane is kept until the lane's next microbatch comes by: if its receiver is lost, the node that takes over from it gets
+it (see `routing`). What comes twice is taken once, and what has been added up once is never added up again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -55,7 +56,7 @@ class EpochHolder(Protocol):
     """The node that the scheduler works for."""
 
     devices: set[int]
-    """Its devices, by number; one that is lost is removed."""
+    """Devices that work side by side, by number; one that is lost is removed."""
 
     @property
     def epoch(self) -> int: ...
@@ -68,7 +69,7 @@ class NodeSchedule:
         self.number = number
         self.plan = plan
         self.slots = plan.slots[number]
-        self.slots_per_device = -(-self.slots // plan.cluster.nodes[number].devices)
+        self.slots_per_worker = self.slots // int(plan.costs.workers[plan.stage_of[number], number])
         self.order = plan.dispatch.order
         self.tasks = sum(
             lane.microbatches
@@ -130,9 +131,14 @@ class MicrobatchScheduler:
 
     def next(self) -> StageTask | None:
         """Take the task that goes next; None if none may start."""
+        busy = {each.task.device for each in self._running.values()}
+        held = Counter(self._device_of[each] for each in self._holding)
+        emptiest = min(self._node.devices - busy, key=lambda device: (held[device], device), default=-1)
+        if emptiest < 0:
+            return None
         best = -1
         for index, arrived in enumerate(self._ready):
-            if self._may_start(arrived.task) and (
+            if self._may_start(arrived.task, held[emptiest], busy) and (
                 best < 0 or goes_before(*self._rank(arrived), *self._rank(self._ready[best]))
             ):
                 best = index
@@ -140,8 +146,7 @@ class MicrobatchScheduler:
             return None
         chosen = self._ready.pop(best)
         which = chosen.task.lane, chosen.task.microbatch
-        if which not in self._device_of:
-            self._device_of[which] = self._choose_device()
+        self._device_of.setdefault(which, emptiest)
         if chosen.task.step < chosen.task.length:
             self._holding.add(which)
         counted = self._headed if chosen.task.step == chosen.task.length else self.contributed
@@ -213,10 +218,11 @@ class MicrobatchScheduler:
         backward = bool(message_pass(after, route.length))
         return self._schedule.plan.hop_dtype(self._number, route.node_at(after), backward=backward)
 
-    def _may_start(self, task: StageTask) -> bool:
-        """A task needs a free slot, or what an earlier task has left here, which may have to run again first."""
+    def _may_start(self, task: StageTask, held: int, busy: Set[int]) -> bool:
+        """A task needs a free slot on the emptiest device, where so many are `held`; or what an earlier task has left
+        here, which may have to run again first, and that device to be free."""
         which = task.lane, task.microbatch
-        if which in self._running:  # it comes again while what it was sent for before still runs
+        if which in self._device_of and self._device_of[which] in busy:
             return False
         here = which in self._holding
         if task.step < task.length and here:  # it comes again: what was deferred of the first time goes before
@@ -224,15 +230,8 @@ class MicrobatchScheduler:
                 self._is_deferred(each.task) and (each.task.lane, each.task.microbatch) == which for each in self._ready
             )
         if task.step <= task.length:
-            return may_start(task.step, task.length, len(self._holding), self._schedule.slots)
+            return may_start(task.step, task.length, held, self._schedule.slots_per_worker)
         return here
-
-    def _choose_device(self) -> int:
-        """For a microbatch that is new here: a device with a free slot, that is idle, that holds few others."""
-        held = Counter(self._device_of[each] for each in self._holding)
-        busy = {each.task.device for each in self._running.values()}
-        most = self._schedule.slots_per_device
-        return min(self._node.devices, key=lambda device: (held[device] >= most, device in busy, held[device], device))
 
     def _is_deferred(self, task: StageTask) -> bool:
         return task.is_weights and (task.lane, task.microbatch) in self._holding
