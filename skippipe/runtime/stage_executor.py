@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -80,7 +80,7 @@ class StageExecutor:
     ) -> None:
         """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`, and one
         of `held_out` samples if these are evaluated while training."""
-        self.tasks = tasks
+        self.tasks = cast(StageStep, tasks)  # a `ShardedStep` has all that is used here
         self._stage = stage
         self._layers = layers
         self._spec = spec
@@ -220,7 +220,8 @@ class StageExecutor:
         assert self._snapshot is not None or not kept, "there is no snapshot"
         size = weights.trained_values if kept else len(weights.state_parts[0])
         if count := max(0, min(CHUNK_VALUES, size - first)):
-            values = self._snapshot[first : first + count] if kept else weights.read_state(first, count)
+            kept_values = self._snapshot if kept else None
+            values = weights.read_state(first, count) if kept_values is None else kept_values[first : first + count]
             return encode(values, "fp32")
         self._snapshot = None if kept else self._snapshot
         return None

@@ -73,7 +73,7 @@ def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
 def _recorded_tasks(plan: Plan, node: int, rows: Sequence[Sequence[int]]) -> Iterator[Task]:
     """The tasks of a node. If its devices are not those of the plan, because one was lost or there are more of them,
     they get numbers of the plan."""
-    whole = [Task(*row[:3], node, *row[3:]) for row in rows]
+    whole = [Task(lane, microbatch, step, node, *rest) for lane, microbatch, step, *rest in rows]
     workers = int(plan.costs.workers[plan.stage_of[node], node])
     devices = sorted({task.device for task in whole})
     for task in whole:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -77,7 +77,7 @@ def held_out_sampler(microbatches: int) -> BatchSampler:
 
 def tensors_of(
     plan: Plan, spec: ModelSpec, learning: OptimConfig = LEARNING, recipe: SkipSchedule | None = None
-) -> dict[int, StageExecutor | DevicePool]:
+) -> dict[int, StageExecutor]:
     ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     work = plan.workload
 
@@ -103,7 +103,7 @@ def tensors_of(
         )
 
     return {
-        node: DevicePool([one(stage) for _ in range(devices)]) if devices > 1 else one(stage)
+        node: cast(StageExecutor, DevicePool([one(stage) for _ in range(devices)])) if devices > 1 else one(stage)
         for node, stage in plan.stage_of.items()
         for devices in [plan.cluster.nodes[node].devices]
     }
@@ -116,7 +116,7 @@ def trained(
     recipe: SkipSchedule | None = None,
     *others: Plan,
     plans: Mapping[PathLength, Plan] | None = None,
-) -> tuple[VirtualCluster, dict[int, StageExecutor | DevicePool], ReferenceTrainer, list[float]]:
+) -> tuple[VirtualCluster, dict[int, StageExecutor], ReferenceTrainer, list[float]]:
     """Many nodes under disturbed time; one process; and the losses of the latter. The recipe also takes other plans."""
     random = np.random.default_rng(1)
     recipe, plans = recipe or SkipSchedule(), plans or {other.visited: other for other in others}
@@ -141,7 +141,7 @@ def trained(
     return cluster, computers, oracle, [one.loss for one in done]
 
 
-def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor | DevicePool]) -> None:
+def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> None:
     """To the last bit."""
     for stage in plan.stages:
         values = computers[stage.nodes[0]].tasks.weights.values
@@ -173,7 +173,7 @@ def _named(name: str, text: str) -> str:
     return f"{name}: {text}"
 
 
-def weights_of(plan: Plan, computers: dict[int, StageExecutor | DevicePool]) -> dict[str, torch.Tensor]:
+def weights_of(plan: Plan, computers: dict[int, StageExecutor]) -> dict[str, torch.Tensor]:
     return {
         name: each.detach()
         for stage in plan.stages

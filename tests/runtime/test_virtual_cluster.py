@@ -64,7 +64,11 @@ def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Di
     assert cluster.finished_ns == timeline.iteration_ns
     assert cluster.coordinator.state is CoordinatorState.DONE
     (report,) = cluster.reports
-    found = sorted(Task(*row[:3], node, *row[3:]) for node, rows in report.tasks.items() for row in rows)
+    found = sorted(
+        Task(lane, microbatch, step, node, *rest)
+        for node, rows in report.tasks.items()
+        for lane, microbatch, step, *rest in rows
+    )
     assert found == sorted(timeline.tasks)
 
 

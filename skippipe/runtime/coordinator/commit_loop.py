@@ -110,7 +110,7 @@ class CommitLoop:
     def on_devices(self, node: int, control: Devices) -> None:
         """A node with fewer devices is a slower one. What a device has lost within the iteration is done again."""
         self.replanner.estimator.devices[node] = control.working
-        self.replanner.changed = True
+        self.replanner.changed |= self.settings.recovery.fault_tolerant
         if not control.lost:
             return
         why, name = f"a device has failed, {control.working} are left: {control.lost}", self.membership.name(node)

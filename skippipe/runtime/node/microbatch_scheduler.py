@@ -222,7 +222,7 @@ class MicrobatchScheduler:
         """A task needs a free slot on the emptiest device, where so many are `held`; or what an earlier task has left
         here, which may have to run again first, and that device to be free."""
         which = task.lane, task.microbatch
-        if which in self._device_of and self._device_of[which] in busy:
+        if which in self._running or self._device_of.get(which) in busy:  # the first: it comes again
             return False
         here = which in self._holding
         if task.step < task.length and here:  # it comes again: what was deferred of the first time goes before
