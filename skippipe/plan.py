@@ -137,6 +137,11 @@ class Plan:
         return {node: int(self.costs.slots[stage, node]) for node, stage in self.stage_of.items()}
 
     @cached_property
+    def workers(self) -> dict[int, int]:
+        """Node → tasks that it runs side by side, on the stage it has; each worker has an equal part of the slots."""
+        return {node: int(self.costs.workers[stage, node]) for node, stage in self.stage_of.items()}
+
+    @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layers of each stage."""
         return tuple(stage.layers for stage in self.stages)

@@ -261,7 +261,7 @@ def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
             node=node,
             stage=stage,
             slots=plan.slots[node],
-            workers=int(costs.workers[stage, node]),
+            workers=plan.workers[node],
             forward_ns=int(costs.forward_ns[stage, node]),
             backward_ns=int(backward_ns[stage, node]),
             weight_ns=int(costs.weight_ns[stage, node]) if split else 0,

@@ -166,7 +166,7 @@ class SweepOptions:
     microbatches: Annotated[
         int | None,
         MICROBATCHES,
-        workload_option("Microbatches of an iteration.", "6 a data node", "-m", "--microbatches"),
+        workload_option("Microbatches of an iteration.", "6 a device of data nodes", "-m", "--microbatches"),
     ] = None
     wire: Annotated[
         str | None,

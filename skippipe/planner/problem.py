@@ -16,7 +16,7 @@ from typing import Any
 from skippipe.cluster import Cluster
 from skippipe.collectives.schedule import Averaging
 from skippipe.constraints import MAX_SWAPS
-from skippipe.cost_model import CostModel, cost_model_of, room_of
+from skippipe.cost_model import CostModel, cost_model_of, device_bytes, room_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
 from skippipe.optim import DEFAULT
@@ -128,11 +128,12 @@ class Problem:
             able = int((self.costs.slots[stage] > 0).sum())
             if able >= size:
                 continue
-            need = self.workload.fixed_bytes(stage, self.layers[stage]) + self.workload.held_bytes(self.layers[stage])
-            have = max(node.memory_bytes for node in self.cluster.nodes)
-            where = "a device" if any(node.devices > 1 for node in self.cluster.nodes) else "a node"
+            layers, nodes = self.layers[stage], self.cluster.nodes
+            need = min(device_bytes(node, self.workload, stage, layers, 1) for node in nodes)
+            have = max(node.memory_bytes for node in nodes)
+            where = "each device of a node" if any(node.devices > 1 for node in nodes) else "a node"
             raise Infeasible(
-                f"stage {stage} needs {need / 2**30:.1f} GiB on {where} for {self.layers[stage]} layers and one "
+                f"stage {stage} needs {need / 2**30:.1f} GiB on {where} for {layers} layers and one "
                 f"microbatch; {able} nodes have that ({size} needed, the largest has {have / 2**30:.1f} GiB): "
                 + self._less_state()
                 + self._less_memory()

@@ -67,7 +67,8 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
     if microbatches is None and not (example and as_example):
         data_nodes = (given_sizes or stage_sizes(len(cluster), count, visited))[0] if 2 <= count <= len(cluster) else 1
         unit = lcm(*(lane_unit(count, each) for each in {visited, *plan_spec.also}))
-        microbatches = -(-6 * data_nodes // unit) * unit
+        devices = max(1, sum(node.devices for node in cluster.nodes) // len(cluster))
+        microbatches = -(-6 * data_nodes * devices // unit) * unit
     if microbatches is not None:
         workload = replace(workload, microbatches=microbatches)
     problem = partial(

@@ -139,9 +139,9 @@ class TwoPhaseSearch:
         for node, microbatches in lanes:
             by_node.setdefault(node, []).append(microbatches)
         together = [LaneAgent(node, tuple(each), 0) for node, each in by_node.items()]
-        forward_ns = self.problem.costs.forward_ns[0]
+        forward_ns, workers = self.problem.costs.forward_ns[0], self.problem.costs.workers[0]
         apart = [
-            LaneAgent(node, (microbatches,), nth * int(forward_ns[node]))
+            LaneAgent(node, (microbatches,), int(nth // workers[node] * forward_ns[node]))
             for node, each in by_node.items()
             for nth, microbatches in enumerate(each)
         ]

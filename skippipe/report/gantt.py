@@ -87,7 +87,7 @@ class Gantt:
         rows: list[GanttRow] = []
         for stage, held_by in enumerate(self.plan.stages):
             for node in held_by.nodes:
-                name, workers = self.plan.cluster.nodes[node].name, int(self.plan.costs.workers[stage, node])
+                name, workers = self.plan.cluster.nodes[node].name, self.plan.workers[node]
                 for device in range(workers):
                     own = f"{name} #{device}" if workers > 1 else name
                     rows.append(GanttRow(node, stage, own, len(rows) + STAGE_GAP * stage, device, name))
@@ -122,14 +122,15 @@ class Gantt:
     def _task_bars(self) -> Iterator[GanttBar]:
         row_of = {(row.node, row.device): index for index, row in enumerate(self.rows)}
         for task in self.timeline.tasks:
+            row = row_of[task.node, min(task.device, self.plan.workers[task.node] - 1)]  # a run may have more devices
             kind = kind_of(task.step, len(self.plan.lanes[task.lane].path))
             colour = shade(self.hue_of(self.plan.lanes[task.lane].path[0]), kind)
             hover = self._hover_text(task, kind)
             which = (task.lane, task.microbatch, task.step)
             if task.start_ns > task.ready_ns and kind is not BarKind.WEIGHTS:  # no microbatch waits for these
-                waiting = (row_of[task.node, task.device], BarKind.WAITING, task.ready_ns, task.start_ns)
+                waiting = (row, BarKind.WAITING, task.ready_ns, task.start_ns)
                 yield GanttBar(*waiting, *which, NEUTRAL[BarKind.WAITING], f"waiting for the node: {hover}")
-            yield GanttBar(row_of[task.node, task.device], kind, task.start_ns, task.end_ns, *which, colour, hover)
+            yield GanttBar(row, kind, task.start_ns, task.end_ns, *which, colour, hover)
 
     def _hover_text(self, task: Task, kind: BarKind) -> str:
         data_node = self.plan.cluster.nodes[self.plan.lanes[task.lane].path[0]].name

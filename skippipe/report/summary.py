@@ -122,6 +122,14 @@ class Table:
         return f"## {self.title}\n\n" + "\n".join(cells) + (f"\n\n{self.note}" if self.note else "") + "\n"
 
 
+def _slots_text(plan: Plan, node: int) -> str:
+    """Its slots, and how several devices share in them: each has so many, or all together."""
+    slots, workers, devices = plan.slots[node], plan.workers[node], plan.cluster.nodes[node].devices
+    if devices == 1:
+        return str(slots)
+    return f"{workers} × {slots // workers}" if workers > 1 else f"{slots} on {devices}"
+
+
 def plan_grid(plan: Plan) -> str:
     """Everything a person needs to follow the plan by hand; ends without a line break."""
     header = (
@@ -147,7 +155,7 @@ def _nodes(plan: Plan) -> list[str]:
             held = f"{len(lanes):2}: {ranges_text(lanes)}" if lanes else " 0"
             overfull = "  overfull" if len(lanes) > plan.slots[number] else ""
             of_stage = [str(index), str(stage.layers)] if position == 0 else ["", ""]
-            rows.append([*of_stage, node.name, node.location, str(plan.slots[number]), held + overfull])
+            rows.append([*of_stage, node.name, node.location, _slots_text(plan, number), held + overfull])
     lines = _table(rows, to_the_right={0, 1, 4})
     left_out = [node.name for number, node in enumerate(plan.cluster.nodes) if number not in plan.stage_of]
     if left_out:

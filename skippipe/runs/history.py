@@ -406,7 +406,7 @@ def _add(
             busy_s[bar.row] += bar.end_s - bar.start_s
             collision_s[bar.row] += bar.waited_s
     for (_, name), *times in zip(recorded.rows, busy_s, collision_s, strict=True):
-        utilization.setdefault(name, []).append(Utilization(iteration_s, *times))
+        utilization.setdefault(records.DEVICE.sub("", name), []).append(Utilization(iteration_s, *times))
 
 
 def _means(utilization: dict[str, list[Utilization]]) -> dict[str, Utilization]:

@@ -30,6 +30,7 @@ KINDS = tuple(kind for kind in BarKind if kind is not BarKind.WAITING)
 TASKS = frozenset(map(KINDS.index, TASK_KINDS))
 LARGEST_BYTES = 2**28  # larger files are not read
 LABEL = re.compile(r"stage (\d{1,6}) · (.*)", re.DOTALL)
+DEVICE = re.compile(r" #\d{1,2}$")  # after the name of a node, if several of its devices have rows
 
 
 class MetricsRow(NamedTuple):

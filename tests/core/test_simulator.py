@@ -252,9 +252,8 @@ def test_one_task_at_a_time_and_no_more_microbatches_than_slots(plan: Plan, timi
     visits = {(task.lane, task.microbatch, task.node, task.device) for task in timeline.tasks}
     assert len(visits) == sum(lane.microbatches * len(lane.path) for lane in plan.lanes)
     for (node, device), mine in on_worker.items():
-        workers = int(plan.costs.workers[plan.stage_of[node], node])
-        slots = plan.slots[node] // workers
-        assert device < workers
+        slots = plan.slots[node] // plan.workers[node]
+        assert device < plan.workers[node]
         assert all(before.end_ns <= after.start_ns for before, after in pairwise(mine))
         changes = []
         for task in mine:

@@ -118,7 +118,7 @@ class CandidateEdits:
 
     def _slot(self, node: int) -> tuple[str, str]:
         slots = self.plan.slots[node]
-        each = "each device of " if self.plan.costs.workers[self.plan.stage_of[node], node] > 1 else ""
+        each = "each device of " if self.plan.workers[node] > 1 else ""
         what = f"one more memory slot on {each}{self._name(node)}"
         return what, f"{self.lanes_through.get(node, 0)} lanes through {slots} slots"
 
@@ -284,5 +284,5 @@ class CandidateEdits:
         """Sort key for the node to copy: fast, then near to the others."""
         others = list(self.plan.stage_of)
         hops = self.plan.costs.hop_ns
-        speed = self.plan.cluster.nodes[node].flops_per_s * int(self.plan.costs.workers[self.plan.stage_of[node], node])
+        speed = self.plan.cluster.nodes[node].flops_per_s * self.plan.workers[node]
         return speed, -int(hops[node, others].sum() + hops[others, node].sum())

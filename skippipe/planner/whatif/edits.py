@@ -143,7 +143,7 @@ def one_more_slot(plan: Plan, node: int) -> Plan:
     workload, cluster = plan.workload, plan.cluster
 
     def slots_of(number: int) -> int:
-        return plan.slots[number] // int(plan.costs.workers[plan.stage_of[number], number])
+        return plan.slots[number] // plan.workers[number]
 
     def with_slots(number: int, slots: int) -> Node:
         stage, before = plan.stage_of[number], plan.cluster.nodes[number]
