@@ -74,7 +74,7 @@ def _recorded_tasks(plan: Plan, node: int, rows: Sequence[Sequence[int]]) -> Ite
     """The tasks of a node. If its devices are not those of the plan, because one was lost or there are more of them,
     they get numbers of the plan."""
     whole = [Task(lane, microbatch, step, node, *rest) for lane, microbatch, step, *rest in rows]
-    workers = int(plan.costs.workers[plan.stage_of[node], node])
+    workers = plan.workers[node]
     devices = sorted({task.device for task in whole})
     for task in whole:
         yield task if devices[-1] < workers else task._replace(device=min(devices.index(task.device), workers - 1))

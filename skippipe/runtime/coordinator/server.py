@@ -127,7 +127,7 @@ class CoordinatorServer:
         if stage is None:
             return NodeNeeds(self._node_config.device)
         lanes = len(lanes_through([lane.path for lane in plan.lanes]).get(node, ()))
-        slots = -(-lanes // int(plan.costs.workers[stage, node]))
+        slots = -(-lanes // plan.workers[node])
         needed = device_bytes(plan.cluster.nodes[node], plan.workload, stage, plan.layers[stage], slots)
         return NodeNeeds(self._node_config.device, needed)
 

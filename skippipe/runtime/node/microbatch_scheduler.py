@@ -69,7 +69,7 @@ class NodeSchedule:
         self.number = number
         self.plan = plan
         self.slots = plan.slots[number]
-        self.slots_per_worker = self.slots // int(plan.costs.workers[plan.stage_of[number], number])
+        self.slots_per_worker = self.slots // plan.workers[number]
         self.order = plan.dispatch.order
         self.tasks = sum(
             lane.microbatches

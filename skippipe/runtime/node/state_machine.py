@@ -96,7 +96,7 @@ class TrainingNode(BaseNode):
     def __init__(self, number: int, plan: Plan, env: NodeEnv, devices: int | None = None) -> None:
         """`devices`: as many as the node has that work side by side; none: those of the plan."""
         super().__init__(number, env)
-        self.devices = set(range(devices or int(plan.costs.workers[plan.stage_of[number], number])))
+        self.devices = set(range(devices or plan.workers[number]))
         self.stage = plan.stage_of[number]
         self.phase = NodePhase.WAITING
         self.iteration = -1
@@ -182,7 +182,7 @@ class TrainingNode(BaseNode):
 
     def executor_ready(self, origin: StateSource | None, assignment: int) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
-        if len(self.devices) != int(self.plan.costs.workers[self.stage, self.number]):
+        if len(self.devices) != self.plan.workers[self.number]:
             self._env.send_control(Devices(len(self.devices)))
         if origin is not None:
             self._transfer.recover(origin, assignment)

@@ -72,7 +72,7 @@ class SymbolicExecutor:
         self._node = node
         self._has_ends = plan.stage_of.get(node) == 0
         self._split = plan.split_backward
-        self._slots = plan.slots[node] // int(plan.costs.workers[plan.stage_of[node], node])
+        self._slots = plan.slots[node] // plan.workers[node]
         self._held: dict[MicrobatchKey, int] = {}
         """Microbatch → the device that has it."""
         self._kept: tuple[Any, ...] | None = None
