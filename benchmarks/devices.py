@@ -53,7 +53,7 @@ class Watch(Callback):
 
 def plan_of(vocabulary: int, nodes: int, devices: int) -> Plan:
     """So many nodes on every stage, of so many devices each."""
-    shape = ModelShape("four layers", 4, 384, 6, 6, 64, 1024, vocabulary)
+    shape = ModelShape("four layers", 4, 256, 4, 4, 64, 704, vocabulary)
     lanes = nodes * devices
     workload = Workload(
         shape, 256, 2, lanes * PER_LANE, wire_dtype="bf16", gradient_dtype="fp32", compute_dtype="fp32", max_slots=1
@@ -96,6 +96,7 @@ def main() -> None:
             watch = trained(plan, tokens, given.iterations)
             taken[name] += watch.seconds[1:]
             averaged[name] = watch.averaged_bytes[-1]
+            print(f"{name}: {', '.join(f'{each:.2f}' for each in watch.seconds)} s", flush=True)
     for name, seconds in taken.items():
         print(f"{name}: {1 / median(seconds):.3f} iterations/s, {averaged[name] / 1e6:.1f} MB averaged an iteration")
     (one, one_bytes), (several, several_bytes) = ((median(taken[name]), averaged[name]) for name in plans)

@@ -62,7 +62,7 @@ def test_nodes_of_one_and_of_several_devices_are_one_process(split: bool) -> Non
 def test_a_stage_divided_over_devices_is_one_process() -> None:
     """Stage 0 with its ends, and stage 3, whose other node has it on one device; what stages add is scaled."""
     recipe = SkipSchedule(residual="scaled")
-    plan, spec = plan_of(SKIPPED, (2, 1, 1, 3), split=True)
+    plan, spec = plan_of(SKIPPED, (2, 1, 1, 3), split=True, config={"num_hidden_layers": 7})
     plan = with_devices(plan, {0: 2, 1: 2, 6: 3}, DeviceMode.SHARDED)
     config = replace(brief_of(plan, spec), recipe=recipe)
     computers = {
