@@ -63,7 +63,16 @@ AddressOption = Annotated[
         help="host:port at which others reach this node, if it listens elsewhere (a router); several with commas."
     ),
 ]
-NodeDevice = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N, instead of the job's.")]
+NodeDevices = Annotated[
+    str | None,
+    typer.Option(
+        "--devices",
+        "--device",
+        help="cuda:N or cuda:N-M, GPUs that work side by side as one node; cpu, or cpu:K for K workers; cuda for all "
+        "GPUs, instead of the job's.",
+        show_default="all GPUs if the job is for GPUs",
+    ),
+]
 
 
 def node(
@@ -81,7 +90,7 @@ def node(
         Path | None,
         typer.Option(help="Where this machine keeps the model that is served, if elsewhere than the gateway."),
     ] = None,
-    device: NodeDevice = None,
+    devices: NodeDevices = None,
     patience: Annotated[
         float,
         WAIT_S,
@@ -103,7 +112,7 @@ def node(
     os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # a node decides a few times a second: no compiler needed
     from skippipe.runtime.doctor import Examined, check_at_join
     from skippipe.runtime.node.agent import NodeAgent
-    from skippipe.runtime.node.interfaces import JoinConfig
+    from skippipe.runtime.node.interfaces import ALL_DEVICES, JoinConfig
     from skippipe.transport.addresses import listen_address
 
     mine = _admitted(invitation, join, _key_path(key), patience)
@@ -112,10 +121,10 @@ def node(
         raise UserError("--join: missing; say where the coordinator is: host:port")
     if mine.coordinator is None:
         raise UserError(f"{_key_path(key)}: this is the coordinator's key; a node needs its own")
-    if device is not None:
-        from skippipe.model.model_spec import check_device
+    if devices is not None:
+        from skippipe.model.model_spec import parse_devices
 
-        check_device(device)
+        parse_devices(devices)
     agent_config = JoinConfig(
         name=mine.node,
         coordinator=where,
@@ -125,11 +134,11 @@ def node(
         address=address,
         data_folder=tokens,
         checkpoint=checkpoint,
-        device=device,
+        devices=devices or ALL_DEVICES,
         coordinator_timeout=timedelta(seconds=patience),
     )
     machine = Examined(
-        _key_path(key).parent, tuple(where.split(",")), mine.keys, mine.coordinator, listen, address, device
+        _key_path(key).parent, tuple(where.split(",")), mine.keys, mine.coordinator, listen, address, devices
     )
     check_at_join(machine, patience, lambda line: print(line, file=sys.stderr))
     agent = NodeAgent(agent_config, _all_roles())
@@ -291,7 +300,7 @@ def doctor(
     listen: Listen = "0",
     address: AddressOption = None,
     join: Join = None,
-    device: NodeDevice = None,
+    devices: NodeDevices = None,
     as_json: Json = False,
 ) -> None:
     """Examine this machine before it joins, or when it cannot: a line for each finding, with what to do.
@@ -303,7 +312,7 @@ def doctor(
     """
     from skippipe.runtime.doctor import examine
 
-    machine = _examined(target, join, listen, address, device)
+    machine = _examined(target, join, listen, address, devices)
     findings = examine(machine)
     wrong = any(each.level == "wrong" for each in findings)
     if as_json:
@@ -321,7 +330,7 @@ def _print_findings(findings: list[Finding]) -> None:
         print(f"{MARKS[each.level]}  {each.check}: {each.text}")
 
 
-def _examined(target: str | None, join: str | None, listen: str, address: str | None, device: str | None) -> Examined:
+def _examined(target: str | None, join: str | None, listen: str, address: str | None, devices: str | None) -> Examined:
     from skippipe.runtime.doctor import Examined
     from skippipe.transport.invitation import Invitation, is_invitation, split_addresses
     from skippipe.transport.keys import KeyFile
@@ -330,21 +339,21 @@ def _examined(target: str | None, join: str | None, listen: str, address: str | 
     if target is not None and is_invitation(target):
         invited = Invitation.from_text(target)
         addresses = given or invited.addresses
-        return Examined(home.parent, addresses, invited.keys, invited.coordinator, listen, address, device)
+        return Examined(home.parent, addresses, invited.keys, invited.coordinator, listen, address, devices)
     path = Path(target) if target is not None else home
     if target is not None and not exists(path) and ":" in target:
-        return Examined(home.parent, split_addresses(target, "HOST:PORT"), None, "", listen, address, device)
+        return Examined(home.parent, split_addresses(target, "HOST:PORT"), None, "", listen, address, devices)
     if path.is_dir():
         path = path / home.name
     if target is None and not exists(path):
-        return Examined(home.parent, given, None, "", listen, address, device)
+        return Examined(home.parent, given, None, "", listen, address, devices)
     mine = KeyFile.load(path)
     if mine.coordinator is None:
         raise UserError(f"{path}: this is the coordinator's key; a node needs its own")
     addresses = given or mine.addresses
     if not addresses:
         raise UserError("--join: missing; say where the coordinator is: host:port")
-    return Examined(path.parent, addresses, mine.keys, mine.coordinator, listen, address, device)
+    return Examined(path.parent, addresses, mine.keys, mine.coordinator, listen, address, devices)
 
 
 def _all_roles() -> Roles:

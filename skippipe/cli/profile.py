@@ -127,7 +127,7 @@ def profile(
     from skippipe.cluster import Cluster
     from skippipe.launch.launcher import JoinLauncher, Launcher
     from skippipe.launch.local import LocalLauncher
-    from skippipe.model.model_spec import check_device
+    from skippipe.model.model_spec import parse_devices
     from skippipe.profiling.coordinator import ProfilingDeadlines, profile_nodes
     from skippipe.profiling.node import ROLES
     from skippipe.profiling.results import ProfileResult, load_results, merge_results, save_results
@@ -143,7 +143,7 @@ def profile(
         before += [each for each in others if each not in before]
         before.sort(key=lambda result: result.when)
     if local is not None:
-        check_device(wanted.compute.device)
+        parse_devices(wanted.compute.device)
     local_names = (f"node-{number}" for number in range(local or 0))
     names = tuple(PeerList.load(peers).expected(time.time()) if peers else local_names)
     node_config = _node_config(wanted, names, transfer, heartbeat)
@@ -234,6 +234,8 @@ def _print_result(output: Path, cluster: Cluster, results: list[ProfileResult], 
         print(
             f"{name:<20} {node.flops_per_s / 1e9:>9,.1f} {1000 * node.forward_s:>7,.1f} ms "
             f"{1000 * node.backward_s:>7,.1f} ms {node.memory_bytes / 2**30:>5,.1f} GiB"
+            + f"   each of {node.devices} devices"
+            * (node.devices > 1)
         )
     links = cluster.bandwidth_bytes_per_s > 0
     if links.any():

@@ -146,7 +146,7 @@ def _machine_settings(coordinator: str, device: str, rank: Rank, tokens: Path | 
     """What only a node's machine knows of its `JoinConfig`: its address, its device, its folders."""
     return {
         "listen": join_address(own_address(split_address(coordinator)[0]), 0),
-        "device": rank.device(device),
+        "devices": rank.device(device),
         "data_folder": str(tokens) if tokens else None,
     }
 

@@ -74,6 +74,15 @@ class FlatParams:
         self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self.slots, learning, offload=self._offload)
         self.gradient.zero_()
 
+    def clear_state(self) -> None:
+        self.optimizer.clear_state()
+
+    def clear_gradient(self) -> None:
+        self.gradient.zero_()
+
+    def collect(self) -> None:
+        """Make `gradient` the sum over all devices that hold parts of the stage: this is the only one."""
+
     def grow_from(self, donor: FlatParams) -> None:
         """Become a copy of another stage, with the state that the optimizer gives to a grown layer."""
         self.values.copy_(donor.values)

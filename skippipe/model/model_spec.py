@@ -208,6 +208,28 @@ def is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear
 
 
+MOST_WORKERS = 64  # on the CPU of one node
+
+
+def parse_devices(text: str) -> list[str]:
+    """The devices that a text names: `cpu`, `cpu:4` (four workers), `cuda` (all that are there), `cuda:1`, `cuda:0-3`.
+
+    UserError unless this machine has them."""
+    kind, _, numbers = text.partition(":")
+    first, _, last = numbers.partition("-")
+    if kind == "cpu" and first.isdecimal() and not last and 1 <= int(first) <= MOST_WORKERS:
+        return ["cpu"] * int(first)
+    if kind == "cuda" and first.isdecimal() and last.isdecimal() and int(first) < int(last) < MOST_WORKERS:
+        check_device(f"cuda:{int(last)}")
+        return [f"cuda:{number}" for number in range(int(first), int(last) + 1)]
+    if kind not in ("cpu", "cuda") or (numbers and (kind == "cpu" or not numbers.isdecimal())):
+        raise UserError(f"device '{text}': expected cpu, cpu:K (K workers), cuda, cuda:N or cuda:N-M")
+    check_device(text)
+    if text == "cuda":
+        return [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    return [text]
+
+
 def check_device(device: str) -> None:
     """UserError unless this machine has the device."""
     kind, _, index = device.partition(":")

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from skippipe.model.model_spec import ModelSpec, check_device, config_from
+from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.runtime.messages import Computed
@@ -36,18 +36,20 @@ class ComputeBench:
     compute_s: float
     """Seconds for the passes that are measured; the one that runs then is the last."""
     compiled: bool = False
+    devices: int = 1
+    """Alike devices of the node, of which the first is measured."""
 
     def __post_init__(self) -> None:
-        check_device(self.device)
-        current = self.device == "cuda"
-        self._device = torch.device("cuda", torch.cuda.current_device()) if current else torch.device(self.device)
+        self._device = torch.device(self.device)
 
     def run(self, _work: Any) -> Computed:
         room = free_bytes(self._device)
         passes = self._passes()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return Computed(passes, room, str(self._device), machine())
+        if self._device.type == "cpu":
+            room //= self.devices  # workers of one CPU share its memory
+        return Computed(passes, room, str(self._device), machine(), self.devices)
 
     def fits(self, _message: Message, _expected: Any) -> bool:
         return False

@@ -207,6 +207,7 @@ class ProfilingCoordinator:
                 ),
                 upload_bytes_per_s=self._rates.get((node, False)),
                 download_bytes_per_s=self._rates.get((node, True)),
+                devices=computed.devices,
             )
             for node, computed in sorted(self._computed.items())
         }

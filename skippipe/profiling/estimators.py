@@ -180,6 +180,8 @@ class NodeEstimate:
     """What its links carry from it at once; infinite: as much as they do one at a time; None: not measured."""
     download_bytes_per_s: float | None = None
     """The same towards it."""
+    devices: int = 1
+    """Alike devices of the node; speed and memory are those of one."""
 
 
 def estimate_link(rows: Sequence[Sequence[float]]) -> LinkEstimate | None:

@@ -25,7 +25,7 @@ from skippipe.profiling.estimators import (
     Stream,
 )
 from skippipe.runtime.messages import COORDINATOR, Computed, ControlMessage, Hello, Probe, Probed, ProbeRate, Stop
-from skippipe.runtime.node.interfaces import PROFILING, BaseNode, NodeEnv, Role, Roles
+from skippipe.runtime.node.interfaces import PROFILING, BaseNode, NodeEnv, Role, Roles, node_devices
 from skippipe.runtime.state_source import StateSource
 from skippipe.toml_config import from_table
 from skippipe.transport.link_emulation import EmulatedLink
@@ -259,9 +259,14 @@ def profiling_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv
     def build_bench() -> ComputeBench:
         from skippipe.profiling.compute_bench import ComputeBench
 
-        device = join_config.device or node_config.device
+        devices = node_devices(join_config.devices, node_config.device, 1)
         return ComputeBench(
-            node_config.config, node_config.workload, device, node_config.compute_s, node_config.compiled
+            node_config.config,
+            node_config.workload,
+            devices[0],
+            node_config.compute_s,
+            node_config.compiled,
+            len(devices),
         )
 
     like, name = node_config.emulated, join_config.name

@@ -69,6 +69,7 @@ class ProfileResult:
                 node.flops_per_s,
                 upload_bytes_per_s=node.upload_bytes_per_s,
                 download_bytes_per_s=node.download_bytes_per_s,
+                devices=node.devices,
             )
             for node in cluster.nodes
         }
@@ -98,6 +99,7 @@ class ProfileResult:
                 backward_s=entry.number("backward_s", WAIT_S),
                 spread=entry.number("spread", COUNT),
                 **{name: _rate(entry, name) for name in RATES},
+                devices=entry.integer("devices", range_of(Node, "devices")) if entry.mentions("devices") else 1,
             )
             entry.close()
         links: dict[Ends, LinkEstimate | None] = {}
@@ -114,8 +116,9 @@ class ProfileResult:
 
 
 def _node_json(node: NodeEstimate) -> dict[str, Any]:
-    """Rates that were not measured are left out; null: no limit was found."""
-    known = {name: value for name, value in asdict(node).items() if name not in RATES or value is not None}
+    """Rates that were not measured are left out, and a single device; null: no limit was found."""
+    plain = (("devices", 1), *((name, None) for name in RATES))
+    known = {name: value for name, value in asdict(node).items() if (name, value) not in plain}
     return {name: None if value == inf else value for name, value in known.items()}
 
 
@@ -231,8 +234,8 @@ def _node(results: Sequence[ProfileResult], name: str) -> Node:
     newest = known[-1].nodes[name]
     flops_per_s = _typical(_same_work(known, name), lambda each: each.flops_per_s)
     rates = {which: _typical_rate(known, name, which) for which in RATES}
-    limits = {which: None if rate == inf else rate for which, rate in rates.items()}
-    return Node(name, newest.location, flops_per_s, newest.memory_bytes, **limits)
+    limits = [None if rate == inf else rate for rate in rates.values()]
+    return Node(name, newest.location, flops_per_s, newest.memory_bytes, limits[0], limits[1], newest.devices)
 
 
 def _typical_rate(results: Iterable[ProfileResult], name: str, which: str) -> float | None:

@@ -78,8 +78,8 @@ class Examined:
     """The coordinator's public key."""
     listen: str = "0"
     address: str | None = None
-    device: str | None = None
-    """None: the job's."""
+    devices: str | None = None
+    """As of a `JoinConfig`; none: the job's."""
     clock: Callable[[], float] = time.time
     connect_s: float = CONNECT_S
     """How long a connection may take."""
@@ -92,7 +92,7 @@ def examine(machine: Examined, *, brief: bool = False) -> list[Finding]:
         network = _Network(machine, brief=brief)
         findings = list(network.findings())
         checked = network.checked
-    device = machine.device or (checked.device if checked else "") or "cpu"
+    device = machine.devices or (checked.device if checked else "") or "cpu"
     return [
         _software(checked),
         *findings,
@@ -134,27 +134,30 @@ def _software(checked: Checked | None) -> Finding:
 def _device(device: str) -> Finding:
     import torch
 
-    from skippipe.model.model_spec import check_device
+    from skippipe.model.model_spec import parse_devices
 
     if device.startswith("cuda") and torch.version.hip is None:
         if not DRIVER.exists():
-            return _wrong("device", f"{device}: no NVIDIA driver is loaded; install it, or use --device cpu")
+            return _wrong("device", f"{device}: no NVIDIA driver is loaded; install it, or use --devices cpu")
         if torch.version.cuda is None:
             return _wrong("device", f"{device}: torch {torch.__version__} is built without CUDA; install one with CUDA")
     try:
-        check_device(device)
+        devices = parse_devices(device)
     except UserError as error:
         return _wrong("device", str(error))
+    times = f"{len(devices)} × " if len(devices) > 1 else ""
     if device.startswith("cuda"):
-        return _ok("device", f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}")
-    return _ok("device", f"cpu, {os.cpu_count()} cores")
+        return _ok("device", f"{times}{torch.cuda.get_device_name(devices[0])}, CUDA {torch.version.cuda}")
+    return _ok("device", f"{times}cpu, {os.cpu_count()} cores")
 
 
 def _memory(device: str, needed: int) -> Finding:
     import torch
 
+    from skippipe.model.model_spec import parse_devices
+
     if device.startswith("cuda") and torch.cuda.is_available():
-        free = torch.cuda.mem_get_info(device)[0]
+        free = min(torch.cuda.mem_get_info(each)[0] for each in parse_devices(device))
     else:
         free = _free_memory()
     shown = f"{free / 2**30:.1f} GiB free"

@@ -72,6 +72,15 @@ class Ready(ControlMessage, frozen=True):
     """The number of the `Welcome` or `Recover` that this answers."""
 
 
+class Devices(ControlMessage, frozen=True):
+    """How many devices of the node work, if not as many as planned; why one has failed, if one has, and the epoch of
+    the iteration whose gradients are lost with it."""
+
+    working: Count
+    lost: str = ""
+    epoch: Count | None = None
+
+
 class Heartbeat(ControlMessage, frozen=True):
     """The node is alive."""
 
@@ -121,7 +130,8 @@ class Averaged(ControlMessage, frozen=True):
     visits: list[list[Count]]
     """Lane and microbatch of all that are in this node's sum of gradients."""
     tasks: list[list[Count]]
-    """Lane, microbatch, step, ready, start and end in ns since the iteration began here; empty unless recorded."""
+    """Lane, microbatch, step, ready, start and end in ns since the iteration began here, and the device unless it is
+    the first; empty unless recorded."""
     sent_bytes: list[list[Count]]
     """Receiver, and bytes of tensors sent to it in this iteration."""
     speeds: list[list[Count]]
@@ -186,7 +196,7 @@ class StepFailed(ControlMessage, frozen=True):
 
 
 class Computed(ControlMessage, frozen=True):
-    """Profiling: how long one layer takes on this node, and the memory that the node has."""
+    """Profiling: how long one layer takes on this node, and the memory that it has; of one of its alike devices."""
 
     passes: list[list[float]]
     """Seconds of the forward and of the backward pass with a microbatch, once for each repetition."""
@@ -194,6 +204,7 @@ class Computed(ControlMessage, frozen=True):
     device: str
     machine: str
     """Nodes with the same name here share one machine."""
+    devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
 
 
 class Probed(ControlMessage, frozen=True):
@@ -243,7 +254,6 @@ class StateDigest(ControlMessage, frozen=True):
     first: Count
     digest: str
     assignment: Count
-    """As in `StateRequest`."""
 
 
 # From the coordinator to a node
@@ -273,7 +283,6 @@ class CallBack(ControlMessage, frozen=True):
     peer: str
     address: str
     token: str
-    """As in `RequestCallback`."""
     relay: str = ""
     """The address is a relay's, which the peer dials too: the token to show there. This node asked, if that is all."""
 
@@ -300,14 +309,12 @@ class Recover(ControlMessage, frozen=True):
 
     origin: StateSource
     assignment: Count
-    """As in `Welcome`."""
 
 
 class Snapshot(ControlMessage, frozen=True):
     """To a data node: copy the parameters that only stage 0 holds, after the step that was committed last."""
 
     iterations: Count
-    """Iterations that are done by then."""
 
 
 class Backup(ControlMessage, frozen=True):
@@ -410,7 +417,7 @@ class RunStep(ControlMessage, frozen=True):
     biases: list[list[list[float]]] = []
     """Tokens of each row and what is added to their logits; likewise."""
     logprobs: list[Count] = []
-    """One more than the likeliest tokens of each row that are reported with log-probabilities, 0: none; likewise."""
+    """One more than the likeliest tokens of each row that are reported, 0 for no log-probabilities; likewise."""
     allowed: list[str] = []
     """Bits of the tokens that may come next in each row, in base64, or empty for all of them; likewise."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from skippipe.collectives.schedule import Schedule
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
+from skippipe.model.sharded_stage import ShardedStep
 from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.interface import BLOCK
@@ -71,7 +72,7 @@ class StageExecutor:
         layers: tuple[int, ...],
         workload: Workload,
         spec: ModelSpec,
-        tasks: StageStep,
+        tasks: StageStep | ShardedStep,
         sampler: BatchSampler | None,
         *,
         recipe: SkipSchedule | None = None,
@@ -81,7 +82,7 @@ class StageExecutor:
     ) -> None:
         """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`, and one
         of `held_out` samples if these are evaluated while training."""
-        self.tasks = tasks
+        self.tasks = cast(StageStep, tasks)  # a `ShardedStep` has all that is used here
         self._stage = stage
         self._layers = layers
         self._spec = spec
@@ -129,6 +130,7 @@ class StageExecutor:
             case CheckFinite():
                 return self._check_finite()
             case BeginAveraging():
+                self.tasks.weights.collect()
                 return self._averager.begin(work.schedule)
             case ContributePiece():
                 return self._averager.contribute(work.piece, work.given, total=work.total)
@@ -149,11 +151,8 @@ class StageExecutor:
             case WriteState():
                 return self._write_state(work.part, work.given, work.digest)
             case CopyEnds():
-                values = self.tasks.weights.values
-                ends = [
-                    values[slot.start : slot.start + slot.size].cpu()
-                    for slot in embedding_slots(self.tasks.weights.slots)
-                ]
+                weights = self.tasks.weights
+                ends = [weights.read_state(slot.start, slot.size).cpu() for slot in embedding_slots(weights.slots)]
                 self._backup = work.iterations, torch.cat(ends)
                 return None
             case OpenBackup():
@@ -172,6 +171,7 @@ class StageExecutor:
         return body.shape == self._shape and body.dtype in self._wire_dtypes
 
     def _check_finite(self) -> bool:
+        self.tasks.weights.collect()
         gradient = self.tasks.weights.gradient
         sound = bool(torch.stack(torch.aminmax(gradient)).isfinite().all())  # NaN is both the least and the largest
         if not sound:
@@ -180,6 +180,8 @@ class StageExecutor:
 
     def _grad_norm(self, visits: int, *, alone: bool) -> float:
         """Squared norm of the mean gradient. It may be asked for again: averaging is repeated when a peer is lost."""
+        if alone:
+            self.tasks.weights.collect()
         summed = None if alone else self._averager.summed
         count = self._recipe.divisor(visits, self._microbatches)
         self._averaged = count, summed
@@ -197,8 +199,20 @@ class StageExecutor:
         self._averaged = None
         return None
 
+    def follow(self, leader: StageExecutor) -> None:
+        """Have this device of the node step along the gradient that another one has averaged."""
+        assert leader._averaged is not None, "a step before the norm of its gradient was taken"
+        count, summed = leader._averaged
+        self.tasks.weights.gradient.copy_(leader.tasks.weights.gradient if summed is None else summed)
+        self._averaged = count, None
+
+    def take_over(self, former: StageExecutor) -> None:
+        """Keep what only the node's first device keeps, now that this one is the first."""
+        self._snapshot = former._snapshot
+        self._backup, self._incoming_backup = former._backup, former._incoming_backup
+
     def _clear_gradients(self) -> None:
-        self.tasks.weights.gradient.zero_()
+        self.tasks.weights.clear_gradient()
         self._averager.close(followed=False)
         self._averaged = None
 
@@ -214,10 +228,12 @@ class StageExecutor:
     def _read_weights(self, piece: int, *, kept: bool) -> EncodedTensor | None:
         """A chunk of the snapshot if it was `kept` for a checkpoint, else of the weights as they are; None after the
         last one, and then the snapshot is freed."""
-        whole = self._snapshot if kept else self.tasks.weights.values
-        assert whole is not None, "there is no snapshot"
-        values = whole[piece * CHUNK_VALUES : (piece + 1) * CHUNK_VALUES]
-        if len(values):
+        weights, first = self.tasks.weights, piece * CHUNK_VALUES
+        assert self._snapshot is not None or not kept, "there is no snapshot"
+        size = weights.trained_values if kept else len(weights.state_parts[0])
+        if count := max(0, min(CHUNK_VALUES, size - first)):
+            kept_values = self._snapshot if kept else None
+            values = weights.read_state(first, count) if kept_values is None else kept_values[first : first + count]
             return encode(values, "fp32")
         self._snapshot = None if kept else self._snapshot
         return None
@@ -231,7 +247,7 @@ class StageExecutor:
         weights = self.tasks.weights
         weights.steps = origin.steps
         if origin.kind == "neighbours":
-            weights.optimizer.clear_state()
+            weights.clear_state()
             parts = init_from_neighbours(
                 self._spec, self._layers, self._stage, origin.sources, origin.stages, origin.shares
             )

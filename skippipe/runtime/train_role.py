@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from skippipe.cluster import DeviceMode
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
 from skippipe.collectives.peer_to_peer import GradientAverager
-from skippipe.model.model_spec import check_device
+from skippipe.cost_model import device_layers, device_mode
+from skippipe.model.sharded_stage import ShardedStep, check_sharded
 from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
-from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles
+from skippipe.plan import Plan
+from skippipe.runtime.device_pool import DevicePool
+from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles, node_devices
 from skippipe.runtime.node.ops import planned_ns
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.node_config import NodeConfig
@@ -29,9 +34,12 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
     stage = plan.stage_of[number]
     name = join_config.name
     others = plan.cluster.number.keys() - {name} if node_config.emulated else set()
+    devices = node_devices(join_config.devices, node_config.device, plan.cluster.nodes[number].devices)
+    workers = 1 if _is_sharded(plan, number, devices) else len(devices)
     return Role(
-        machine=TrainingNode(number, plan, env),
-        build=lambda: build_executor(number, node_config, join_config),
+        machine=TrainingNode(number, plan, env, workers),
+        build=lambda: build_executor(number, node_config, join_config, devices),
+        devices=workers,
         numbers=dict(plan.cluster.number),
         heartbeat_s=node_config.heartbeat_s,
         threads=node_config.threads,
@@ -46,51 +54,76 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
 ROLES: Roles = {TRAINING: train_role}
 
 
-def build_executor(number: int, node_config: NodeConfig, join_config: JoinConfig) -> StageExecutor:
-    """The executor of a node in its own process, with its device and its copy of the text."""
-    stage = node_config.plan.stage_of[number]
-    device = join_config.device or node_config.device
-    check_device(device)  # before others wait for this node
+def build_executor(
+    number: int, node_config: NodeConfig, join_config: JoinConfig, devices: Sequence[str]
+) -> StageExecutor | DevicePool:
+    """The executor of a node in its own process, with its devices and its copy of the text."""
+    plan = node_config.plan
+    stage = plan.stage_of[number]
     sampler = node_config.sampler(join_config.data_folder) if stage == 0 else None
     held_out = node_config.held_out_sampler(join_config.data_folder) if stage == 0 else None
-    plan = node_config.plan
-    group = GroupConfig(number, tuple(each.ring for each in plan.stages), node_config.rendezvous, device)
+    averages_on = "cpu" if _is_sharded(plan, number, devices) else devices[0]
+    group = GroupConfig(number, tuple(each.ring for each in plan.stages), node_config.rendezvous, averages_on)
     make_averager = COLLECTIVES[plan.workload.collective].join(group)
-    return build_stage_executor(stage, node_config, device, sampler, make_averager=make_averager, held_out=held_out)
+    return build_node_executor(number, node_config, devices, sampler, make_averager=make_averager, held_out=held_out)
+
+
+def build_node_executor(
+    number: int, node_config: NodeConfig, devices: Sequence[str], sampler: BatchSampler | None, **options: Any
+) -> StageExecutor | DevicePool:
+    """The executor of a node: its stage on one device, on each of several, or divided over them."""
+    stage = node_config.plan.stage_of[number]
+    if _is_sharded(node_config.plan, number, devices):
+        return build_stage_executor(stage, node_config, devices, sampler, **options)
+    made = [build_stage_executor(stage, node_config, [device], sampler, **options) for device in devices]
+    return DevicePool(made) if len(made) > 1 else made[0]
+
+
+def _is_sharded(plan: Plan, number: int, devices: Sequence[str]) -> bool:
+    stage, node = plan.stage_of[number], plan.cluster.nodes[number]
+    mode = device_mode(node, plan.workload, stage, plan.layers[stage])
+    return len(devices) > 1 and mode is DeviceMode.SHARDED
 
 
 def build_stage_executor(
     stage: int,
     node_config: NodeConfig,
-    device: str,
+    devices: Sequence[str],
     sampler: BatchSampler | None,
     *,
     packing: bool = True,
     make_averager: MakeAverager = GradientAverager,
     held_out: BatchSampler | None = None,
 ) -> StageExecutor:
-    """The executor of a stage; only the layers of this stage are made."""
-    check_device(device)
+    """The executor of a stage, on one device or divided over several; only the layers of this stage are made."""
     spec, plan = node_config.spec(), node_config.plan
-    tasks = StageStep(
-        spec,
-        layer_ranges(plan.layers)[stage],
-        node_config.learning,
-        ends=stage == 0,
-        device=device,
-        compute_dtype=plan.workload.compute_dtype,
-        recompute=plan.workload.activation_checkpointing,
-        split_backward=plan.split_backward,
-        compiled=node_config.compiled,
-        offload=plan.workload.offload == "optimizer",
-        bridges=trained_bridges(spec, stage, len(plan.layers)),
-    )
+    layers = layer_ranges(plan.layers)[stage]
+    counts = device_layers(plan.workload, stage, len(layers), len(devices))
+    if len(devices) > 1:
+        check_sharded(spec, node_config.learning, node_config.recipe.early_exit)
+    parts = [
+        StageStep(
+            spec,
+            range(layers.start + part.start, layers.start + part.stop),
+            node_config.learning,
+            ends=stage == 0 and at == 0,
+            device=device,
+            compute_dtype=plan.workload.compute_dtype,
+            recompute=plan.workload.activation_checkpointing,
+            split_backward=plan.split_backward,
+            compiled=node_config.compiled,
+            offload=plan.workload.offload == "optimizer",
+            bridges=trained_bridges(spec, stage, len(plan.layers)),
+        )
+        for at, (device, part) in enumerate(zip(devices, layer_ranges(counts), strict=True))
+        if part or (stage == 0 and at == 0)
+    ]
     return StageExecutor(
         stage,
         plan.layers,
         plan.workload,
         spec,
-        tasks,
+        ShardedStep(parts) if len(parts) > 1 else parts[0],
         sampler,
         recipe=node_config.recipe,
         packing=packing,

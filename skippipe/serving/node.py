@@ -27,7 +27,7 @@ from skippipe.runtime.messages import (
     StepFailed,
     Stop,
 )
-from skippipe.runtime.node.interfaces import SERVING, BaseNode, NodeEnv, Role, Roles
+from skippipe.runtime.node.interfaces import SERVING, BaseNode, NodeEnv, Role, Roles, node_devices
 from skippipe.runtime.node.ops import op_name
 from skippipe.runtime.state_source import StateSource
 from skippipe.serving.step_protocol import (
@@ -267,6 +267,7 @@ def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConf
     outline = read_outline(here)
     if fingerprint(outline.place) != node_config.fingerprint:
         raise UserError(f"{outline.place}: another model than the gateway's; copy that one here")
-    model = load_stage(replace(outline, layers=node_config.layers), stage, join_config.device or node_config.device)
+    device = node_devices(join_config.devices, node_config.device, 1)[0]
+    model = load_stage(replace(outline, layers=node_config.layers), stage, device)
     convert_stage(model, node_config.dtype)
     return ServingExecutor(stage, model, cache_tokens=node_config.cache_tokens, wire_dtype=node_config.wire_dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from skippipe.checkpoint.manager import StateReader
 from skippipe.codecs import encode
 from skippipe.errors import UserError
 from skippipe.launch.launcher import JoinLauncher
+from skippipe.model.model_spec import parse_devices
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
 from skippipe.runtime.coordinator.validation import Validation
+from skippipe.runtime.node.interfaces import node_devices
 from skippipe.training.build_run import RunSetup
 
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
@@ -45,7 +48,7 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         recipe=job.followed,
         plans=run_setup.plans,
         iterations=job.iterations,
-        device=job.compute.device,
+        device=parse_devices(job.compute.device)[0],
         compiled=job.compute.compiled,
     )
     if origin is not None:  # the weights that the job begins with
@@ -74,16 +77,18 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
 
 def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Every node's own code on real tensors, in one thread and in virtual time: seconds are those of the plan."""
+    from skippipe.runtime.device_pool import DevicePool
     from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
     from skippipe.runtime.stage_executor import StageExecutor
-    from skippipe.runtime.train_role import build_stage_executor
+    from skippipe.runtime.train_role import build_node_executor
 
     run, node_config = run_setup.run, run_setup.node_config
     sampler, held_out = run_setup.sampler, node_config.held_out_sampler()
 
-    def executor(node: int, plan: Plan) -> StageExecutor:
-        stage = plan.stage_of[node]
-        return build_stage_executor(stage, node_config, node_config.device, sampler, packing=False, held_out=held_out)
+    def executor(node: int, plan: Plan) -> StageExecutor | DevicePool:
+        devices = node_devices(None, node_config.device, plan.cluster.nodes[node].devices)
+        config = replace(node_config, plan=plan)
+        return build_node_executor(node, config, devices, sampler, packing=False, held_out=held_out)
 
     executors = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(

@@ -24,7 +24,7 @@ from skippipe.data.token_file import TokenFile
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.flat_params import layout_of_stage
-from skippipe.model.model_spec import ModelSpec, check_device, config_named
+from skippipe.model.model_spec import ModelSpec, config_named, parse_devices
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
 from skippipe.planner.problem import check_feasible
@@ -236,7 +236,7 @@ def build_run(
     A resumed run keeps the plan that it had, if that still fits the job's model and cluster.
     """
     if nodes_here:
-        check_device(job.compute.device)
+        parse_devices(job.compute.device)
     job = with_pretrained(job)
     make_folder(Path(job.output))
     _check_report(job.report)

@@ -135,7 +135,8 @@ class TransportConfig:
 @dataclass(frozen=True)
 class ComputeConfig:
     device: str = "cpu"
-    """cpu, cuda, or cuda:N."""
+    """cpu, cuda or cuda:N; several that work side by side in each node: cuda:N-M, cpu:K for K workers. Without a
+    number, a node that this machine starts has as many as the cluster file says, and one that joins all of its GPUs."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """What layers compute in; weights and optimizer stay fp32."""
     compiled: bool = False

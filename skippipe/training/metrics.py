@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -48,11 +48,10 @@ def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
     """
     tasks = tuple(
         sorted(
-            (Task(lane, microbatch, step, node, *times) for node, rows in report.tasks.items()
-             for lane, microbatch, step, *times in rows),
+            (task for node, rows in report.tasks.items() for task in _recorded_tasks(plan, node, rows)),
             key=lambda task: task.start_ns,
         )
-    )  # fmt: skip
+    )
     averaging = []
     for stage in plan.stages:
         times = [report.closing[node] for node in stage.nodes if node in report.closing]
@@ -69,6 +68,16 @@ def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
         links=tuple(LinkUse(a, b, count) for (a, b), count in sorted(report.sent_bytes.items())),
         tasks=tasks,
     )
+
+
+def _recorded_tasks(plan: Plan, node: int, rows: Sequence[Sequence[int]]) -> Iterator[Task]:
+    """The tasks of a node. If its devices are not those of the plan, because one was lost or there are more of them,
+    they get numbers of the plan."""
+    whole = [Task(lane, microbatch, step, node, *rest) for lane, microbatch, step, *rest in rows]
+    workers = plan.workers[node]
+    devices = sorted({task.device for task in whole})
+    for task in whole:
+        yield task if devices[-1] < workers else task._replace(device=min(devices.index(task.device), workers - 1))
 
 
 class CallbackList(Callback):

@@ -302,14 +302,14 @@ OPTIONS: dict[str, dict[str, str | With]] = {
         "--address": "10.0.0.1:7001",
         "--tokens": "tokens-3",
         "--checkpoint": "model",
-        "--device": "cpu",
+        "--devices": "cpu:2",
         "--patience": "9",
     },
     "doctor": {
         "--listen": "127.0.0.1:7001",
         "--address": "10.0.0.1:7001",
         "--join": "127.0.0.1:3",
-        "--device": "cuda",
+        "--devices": "cuda",
         "--json": "",
     },
     "relay": {

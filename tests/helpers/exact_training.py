@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.device_pool import DevicePool
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
@@ -81,8 +82,9 @@ def tensors_of(
 ) -> dict[int, StageExecutor]:
     ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     work = plan.workload
-    return {
-        node: StageExecutor(
+
+    def one(stage: int) -> StageExecutor:
+        return StageExecutor(
             stage,
             plan.layers,
             work,
@@ -101,7 +103,11 @@ def tensors_of(
             recipe=recipe,
             held_out=held_out_sampler(HELD_OUT) if stage == 0 else None,
         )
+
+    return {
+        node: cast(StageExecutor, DevicePool([one(stage) for _ in range(devices)])) if devices > 1 else one(stage)
         for node, stage in plan.stage_of.items()
+        for devices in [plan.cluster.nodes[node].devices]
     }
 
 
@@ -154,8 +160,10 @@ class LowRankReference(ReferenceTrainer):
 def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> None:
     """To the last bit."""
     for stage in plan.stages:
-        for node in stage.nodes[1:]:
-            assert torch.equal(computers[stage.nodes[0]].tasks.weights.values, computers[node].tasks.weights.values)
+        values = computers[stage.nodes[0]].tasks.weights.values
+        for executor in (computers[node] for node in stage.nodes):
+            for each in executor.devices.values() if isinstance(executor, DevicePool) else [executor]:
+                assert torch.equal(each.tasks.weights.values, values)
 
 
 def assert_exact(

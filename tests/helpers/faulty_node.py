@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -232,9 +232,9 @@ def birth(scene: Scene, told: dict[str, Any]) -> int:
             time.sleep(LOOK_S)  # until it may be back; whoever started it ends it if the run is over before
     build = skippipe.runtime.train_role.build_executor
 
-    def build_shaky(number: int, node_config: NodeConfig, join_config: JoinConfig) -> Shaky:
+    def build_shaky(number: int, node_config: NodeConfig, join_config: JoinConfig, devices: list[str]) -> Shaky:
         time.sleep(scene.build_s)
-        return Shaky(build(number, node_config, join_config), number, scene)
+        return Shaky(cast(StageExecutor, build(number, node_config, join_config, devices)), number, scene)
 
     skippipe.runtime.train_role.build_executor = build_shaky  # type: ignore[assignment]
     keys, listen = told["keys"], {"listen": OUT_ONLY} if number in scene.out_only else {}

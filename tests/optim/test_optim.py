@@ -160,7 +160,7 @@ def nodes_trained(run: Run, until: int, origin: CheckpointOrigin | None = None) 
     config, first = run.node_config, origin.manifest.iterations if origin else 0
     sampler = sampler_of(config.plan)
     executors = {
-        node: build_stage_executor(stage, config, "cpu", sampler if stage == 0 else None)
+        node: build_stage_executor(stage, config, ["cpu"], sampler if stage == 0 else None)
         for node, stage in config.plan.stage_of.items()
     }
     store = CheckpointManager(run.checkpoints, config, run.spec, run.tokenizer, origin)

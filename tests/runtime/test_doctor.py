@@ -211,11 +211,11 @@ def test_a_full_disk(machine: Examined, tmp_path: Path, monkeypatch: pytest.Monk
 def test_no_driver(machine: Examined, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skippipe.runtime.doctor.DRIVER", tmp_path / "none")
     door.needs = lambda name: NodeNeeds("cuda")
-    line = "cuda: no NVIDIA driver is loaded; install it, or use --device cpu"
+    line = "cuda: no NVIDIA driver is loaded; install it, or use --devices cpu"
     assert wrong(machine, "device") == line
     with pytest.raises(UserError, match=f"^device: {line}"):
         check_at_join(machine, 1.0, print)
-    assert found(replace(machine, device="cpu"), "device").level == "ok"
+    assert found(replace(machine, devices="cpu"), "device").level == "ok"
 
 
 def test_too_little_memory(machine: Examined, door: Door) -> None:

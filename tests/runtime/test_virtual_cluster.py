@@ -22,7 +22,7 @@ from skippipe.runtime.messages import Averaged, Stop, from_json, to_json
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import Deadlock, simulate
-from skippipe.timeline import Timeline, Timing
+from skippipe.timeline import Task, Timeline, Timing
 from skippipe.training.metrics import recorded_timeline
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, plans, uniform_cluster, without_ties
@@ -52,7 +52,7 @@ def visits_by_stage(plan: Plan) -> list[int]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(plans(devices=False), st.sampled_from(list(Dispatch)), st.booleans(), st.integers(0, 2**32 - 1))
+@given(plans(), st.sampled_from(list(Dispatch)), st.booleans(), st.integers(0, 2**32 - 1))
 def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Dispatch, split: bool, seed: int) -> None:
     """Which of two messages goes first that come to a download at the same time is up to the network."""
     if any(node.download_bytes_per_s for node in plan.cluster.nodes):
@@ -64,7 +64,11 @@ def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Di
     assert cluster.finished_ns == timeline.iteration_ns
     assert cluster.coordinator.state is CoordinatorState.DONE
     (report,) = cluster.reports
-    found = sorted((*row[:3], node, *row[3:]) for node, rows in report.tasks.items() for row in rows)
+    found = sorted(
+        Task(lane, microbatch, step, node, *rest)
+        for node, rows in report.tasks.items()
+        for lane, microbatch, step, *rest in rows
+    )
     assert found == sorted(timeline.tasks)
 
 
@@ -84,7 +88,7 @@ def test_the_published_plans_take_what_they_promise() -> None:
 
 @pytest.mark.slow
 @settings(max_examples=60, deadline=None)
-@given(plans(devices=False), st.integers(0, 2**32 - 1), st.integers(2, 4))
+@given(plans(), st.integers(0, 2**32 - 1), st.integers(2, 4))
 def test_every_iteration_completes_however_long_things_take(plan: Plan, seed: int, iterations: int) -> None:
     assume(deadlock_cycle([lane.path for lane in plan.lanes], plan.slots) is None)
     runs = [

@@ -136,7 +136,7 @@ def test_bridges_survive_whoever_is_lost(kept: int, tmp_path: Path) -> None:
     plan, config, sampler = made.plan, made.node_config, made.sampler
 
     def executor(node: int, current: Plan) -> StageExecutor:
-        return build_stage_executor(current.stage_of[node], config, "cpu", sampler)
+        return build_stage_executor(current.stage_of[node], config, ["cpu"], sampler)
 
     def lost(stage: int, iteration: int) -> list[Fault]:
         return [kill(node).at(iteration, during="forward").back_after(1e-3) for node in plan.stages[stage].nodes]

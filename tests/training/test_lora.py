@@ -142,7 +142,7 @@ def test_a_lost_stage_and_a_node_that_joins_get_both_halves(tmp_path: Path) -> N
 
     def executor(node: int, current: Plan) -> StageExecutor:
         """With other weights than those in the folder: what the seed makes."""
-        return build_stage_executor(current.stage_of[node], config, "cpu", sampler, packing=False)
+        return build_stage_executor(current.stage_of[node], config, ["cpu"], sampler, packing=False)
 
     executors = {node: executor(node, plan) for node in plan.stage_of}
     cluster = VirtualCluster(

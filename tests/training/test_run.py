@@ -35,7 +35,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
-from skippipe.runtime.node.ops import Op, OpThread, OptimizerStep
+from skippipe.runtime.node.ops import Op, OpThreads, OptimizerStep
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.training.reference import ReferenceTrainer
@@ -416,7 +416,7 @@ class Echo:
 
 def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     woken = threading.Event()
-    worker = OpThread(Echo, woken.set, None)
+    worker = OpThreads(Echo, woken.set, None)
     worker.start(OptimizerStep(0.1, 1.0))
     deadline = time.monotonic() + TIMEOUT_S
     while not worker.done:
@@ -441,9 +441,9 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
         built.append(name)
         return Echo()
 
-    former = OpThread(lambda: build("former", former_may), lambda: None, None)
+    former = OpThreads(lambda: build("former", former_may), lambda: None, None)
     former.stop()
-    worker = OpThread(lambda: build("worker", may), woken.set, None, former)
+    worker = OpThreads(lambda: build("worker", may), woken.set, None, former)
     may.set()
     assert not worker.built
     assert not worker.fits(Message(Hop(0, 0, 0, 1)), 2), "nobody can say yet"

@@ -44,6 +44,8 @@ class ClusterEstimator:
         """Two nodes → until when their link counts as down, and for how long it did."""
         self.link_reports = LinkReports()
         self._full = full
+        self.devices: dict[int, int] = {}
+        """Node → how many of its devices work, if not as many as its file says."""
         self.replanned(plan)
         for a, b in self._excluded:
             self._down[frozenset({a, b})] = now_ns + FIRST_DOWN_NS, FIRST_DOWN_NS
@@ -125,7 +127,8 @@ class ClusterEstimator:
         """The cluster without links that are down and, if asked for, as fast as measured; None: as the plan has it."""
         down = [tuple(pair) for pair in self.down_links(now_ns)]
         relayed = self._within_relays(self._plan.cluster) != self._plan.cluster
-        if not down and not self._excluded and not relayed and not (speeds and (self._nodes or self._links)):
+        measured = speeds and (self._nodes or self._links)
+        if not (down or self._excluded or relayed or self.devices or measured):
             return None
         return self._estimate(down, speeds=speeds)
 
@@ -136,6 +139,7 @@ class ClusterEstimator:
     def _estimate(self, down: Sequence[tuple[int, ...]], *, speeds: bool) -> Cluster:
         cluster = self._plan.cluster
         nodes = tuple(self._estimate_node(index) if speeds else node for index, node in enumerate(cluster.nodes))
+        nodes = tuple(replace(node, devices=self.devices.get(at, node.devices)) for at, node in enumerate(nodes))
         latency_s = cluster.latency_s.copy()
         bandwidth = cluster.bandwidth_bytes_per_s.copy()
         for (a, b), ratio in self._links.items() if speeds else ():

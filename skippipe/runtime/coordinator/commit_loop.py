@@ -27,6 +27,7 @@ from skippipe.runtime.messages import (
     Begin,
     Commit,
     ControlMessage,
+    Devices,
     DrainAck,
     LinkDown,
     MicrobatchDone,
@@ -105,6 +106,23 @@ class CommitLoop:
         text = f"{lanes} lanes go on another way{left_out}" if lanes else "no microbatch needs it any more"
         self.context.log_event("rerouted", text, node)
         self.recovery.replace_lost_sources()
+
+    def on_devices(self, node: int, control: Devices) -> None:
+        """A node with fewer devices is a slower one. What a device has lost within the iteration is done again."""
+        self.replanner.estimator.devices[node] = control.working
+        self.replanner.changed |= self.settings.recovery.fault_tolerant
+        if not control.lost:
+            return
+        why, name = f"a device has failed, {control.working} are left: {control.lost}", self.membership.name(node)
+        training = self.context.state is CoordinatorState.TRAINING and node in self.current.nodes
+        if training and control.epoch is not None and control.epoch >= self.current.first_epoch:
+            if not self.settings.recovery.fault_tolerant:
+                self.context.fail(f"node '{name}': {why}")
+                return
+            self.context.log_event("slow", why, node)
+            self.restart(f"what a device of '{name}' has computed is lost")
+        else:
+            self.context.log_event("slow", why, node)
 
     def link_down(self, node: int, report: LinkDown) -> None:
         """A node cannot reach a peer. One that has not seen the last change reports it again if it still holds."""

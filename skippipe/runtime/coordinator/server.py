@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skippipe.constraints import lanes_through
+from skippipe.cost_model import device_bytes
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.runtime.admission import Admission
@@ -128,14 +129,15 @@ class CoordinatorServer:
                 machine.log_event(event.kind, f"'{event.name}', which is not in the cluster of this job: {event.text}")
 
     def _needs(self, name: str) -> NodeNeeds:
-        """What a node of the plan that the run started with is to bring; called by another thread."""
+        """What each device of a node of the plan that the run started with is to bring; called by another thread."""
         plan, node = self._node_config.plan, self._numbers.get(name, -1)
         stage = plan.stage_of.get(node)
         if stage is None:
             return NodeNeeds(self._node_config.device)
-        work, layers = plan.workload, plan.layers[stage]
         lanes = len(lanes_through([lane.path for lane in plan.lanes]).get(node, ()))
-        return NodeNeeds(self._node_config.device, work.fixed_bytes(stage, layers) + lanes * work.held_bytes(layers))
+        slots = -(-lanes // plan.workers[node])
+        needed = device_bytes(plan.cluster.nodes[node], plan.workload, stage, plan.layers[stage], slots)
+        return NodeNeeds(self._node_config.device, needed)
 
     def close(self) -> None:
         self._mailbox.close()

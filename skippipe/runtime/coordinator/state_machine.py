@@ -35,6 +35,7 @@ from skippipe.runtime.messages import (
     Averaged,
     BackupStored,
     ControlMessage,
+    Devices,
     DrainAck,
     Failed,
     Heartbeat,
@@ -197,6 +198,8 @@ class Coordinator:
                 self._on_ready(node, member)
             case Recovered() if control.assignment == member.assignment and member.state is MemberState.RECOVERING:
                 self._activate(node, member)
+            case Devices():
+                self._commits.on_devices(node, control)
             case BackupStored():
                 self._recovery.backup_stored(node, control)
             case LinkDown() if control.peer in self.membership and control.peer != node:

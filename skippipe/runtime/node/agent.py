@@ -45,7 +45,7 @@ from skippipe.runtime.messages import (
     to_json,
 )
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
-from skippipe.runtime.node.ops import OpThread
+from skippipe.runtime.node.ops import OpThreads
 from skippipe.runtime.node.peer_links import PeerLinks
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
@@ -97,8 +97,8 @@ class NodeAgent:
         self._names: dict[int, str] = {COORDINATOR: THE_COORDINATOR}
         self._uplink: LinkEmulator | UploadPacer | None = None
         self._heartbeat_s = FIRST_HEARTBEAT_S
-        self._thread: OpThread | None = None
-        self._former_thread: OpThread | None = None
+        self._thread: OpThreads | None = None
+        self._former_thread: OpThreads | None = None
         """The thread of the stage before; it may still be busy."""
         self.invalid: Counter[str] = Counter()
         """Peer → number of control messages that could not be read."""
@@ -273,7 +273,7 @@ class NodeAgent:
             self._delayed = DelayQueue(role.links_here, role.download_bytes_per_s, self._delayed)
         elif role.upload_bytes_per_s:
             self._uplink = UploadPacer(role.upload_bytes_per_s, self._send, time.monotonic_ns)
-        self._thread = OpThread(role.build, self._mailbox.wake, role.pace, self._former_thread)
+        self._thread = OpThreads(role.build, self._mailbox.wake, role.pace, self._former_thread, role.devices)
         self._welcome = welcome
 
     def _stop_thread(self) -> None:

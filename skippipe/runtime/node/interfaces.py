@@ -32,7 +32,7 @@ class NodeEnv(Protocol):
     def send_control(self, control: ControlMessage, to: int = COORDINATOR) -> None: ...
 
     def start(self, op: Any) -> None:
-        """Have an operation run; `finished` follows. One at a time."""
+        """Have an operation run; `finished` follows. Tasks of different devices at the same time, others alone."""
 
     def fits(self, message: Message, expected: Any) -> bool:
         """Has the message's tensor the shape and type that it should have? `expected` is what the role's executor needs
@@ -49,12 +49,14 @@ class NodePhase(Enum):
     AVERAGING = "averaging gradients"
     AVERAGED = "waiting for the coordinator's step"
     STEPPING = "taking the optimizer step"
+    RESTARTING = "waiting for the iteration to begin again without a device that failed"
 
 
 IN_ITERATION = (NodePhase.RUNNING, NodePhase.DRAINING, NodePhase.DRAINED, NodePhase.AVERAGING, NodePhase.AVERAGED)
 BETWEEN_ITERATIONS = (NodePhase.STEPPING, NodePhase.WAITING)
 
 
+ALL_DEVICES = "all"  # that are there, of the kind that the job names
 TRAINING, SERVING, PROFILING = "training", "serving", "profiling"
 """A node's role: the `kind` of the configuration that it gets; TRAINING where it has none."""
 
@@ -146,6 +148,8 @@ class Role:
     """Name → number of every node."""
     heartbeat_s: float
     threads: int
+    devices: int = 1
+    """Devices of the executor that run tasks side by side."""
     pace: Callable[[Any], int] | None = None
     """The least ns that an operation takes: an emulated node is no faster than the plan says."""
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
@@ -174,10 +178,23 @@ class JoinConfig:
     """The folder of the data on this machine; none: the same path as on the coordinator's."""
     checkpoint: Path | None = None
     """The folder of the model that is served, on this machine; none: the same path as on the gateway's."""
-    device: str | None = None
-    """The device that this machine computes on; none: the job's."""
+    devices: str | None = None
+    """The devices that this machine computes on, as `parse_devices` reads them, or `ALL_DEVICES`; none: the job's."""
     coordinator_timeout: timedelta = timedelta(minutes=15)
     """How long to wait for the coordinator, before training starts and whenever it is gone."""
+
+
+def node_devices(asked: str | None, of_job: str, planned: int) -> list[str]:
+    """The devices of one node, which work side by side: those that it was `asked` to use, else the job's.
+
+    Where no number is given there are as many as `planned`, or all GPUs of a machine that was asked for them."""
+    text = of_job if asked in (None, ALL_DEVICES) else asked
+    if text == "cpu":
+        return ["cpu"] * planned
+    from skippipe.model.model_spec import parse_devices
+
+    found = parse_devices(text)
+    return found[:planned] if asked is None and text == "cuda" else found
 
 
 RoleBuilder = Callable[[dict[str, Any], JoinConfig, NodeEnv], Role]

@@ -1,14 +1,16 @@
 """The microbatches of one iteration on one node: which are ready, run, are held in memory, were added up and sent on.
 
-Tasks are taken in the order that `dispatch` gives. What was sent last on a lane is kept until the lane's next
-microbatch comes by: if its receiver is lost, the node that takes over from it gets it (see `routing`). What comes twice
-is taken once, and what has been added up once is never added up again.
+Tasks are taken in the order that `dispatch` gives, as many at a time as the node has workers: one, or one for each
+device that holds the whole stage. A microbatch stays on the device that has its activations. What was sent last on a
+lane is kept until the lane's next microbatch comes by: if its receiver is lost, the node that takes over from it gets
+it (see `routing`). What comes twice is taken once, and what has been added up once is never added up again.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from skippipe import dispatch
@@ -42,8 +44,19 @@ class ReadyTask(NamedTuple):
     ready_ns: int
 
 
+@dataclass
+class RunningTask:
+    task: StageTask
+    ready_ns: int
+    start_ns: int
+    suppress_send: bool = False
+
+
 class EpochHolder(Protocol):
     """The node that the scheduler works for."""
+
+    devices: set[int]
+    """Devices that work side by side, by number; one that is lost is removed."""
 
     @property
     def epoch(self) -> int: ...
@@ -56,6 +69,7 @@ class NodeSchedule:
         self.number = number
         self.plan = plan
         self.slots = plan.slots[number]
+        self.slots_per_worker = self.slots // plan.workers[number]
         self.order = plan.dispatch.order
         self.tasks = sum(
             lane.microbatches
@@ -100,8 +114,9 @@ class MicrobatchScheduler:
         self._recorded = recorded
         self._begun_ns = self._averaging_ns = env.now_ns()
         self._ready: list[ReadyTask] = []
-        self._running: tuple[ReadyTask, int] | None = None
-        self._suppress_send = False
+        self._running: dict[MicrobatchKey, RunningTask] = {}
+        self._device_of: dict[MicrobatchKey, int] = {}
+        """Microbatch → the device that has what its tasks have left here."""
         self._holding: set[MicrobatchKey] = set()
         self._headed: set[MicrobatchKey] = set()
         self._losses: dict[MicrobatchKey, Any] = {}
@@ -116,55 +131,61 @@ class MicrobatchScheduler:
 
     def next(self) -> StageTask | None:
         """Take the task that goes next; None if none may start."""
+        busy = {each.task.device for each in self._running.values()}
+        held = Counter(self._device_of[each] for each in self._holding)
+        emptiest = min(self._node.devices - busy, key=lambda device: (held[device], device), default=-1)
+        if emptiest < 0:
+            return None
         best = -1
         for index, arrived in enumerate(self._ready):
-            if self._may_start(arrived.task) and (
+            if self._may_start(arrived.task, held[emptiest], busy) and (
                 best < 0 or goes_before(*self._rank(arrived), *self._rank(self._ready[best]))
             ):
                 best = index
         if best < 0:
             return None
         chosen = self._ready.pop(best)
-        task = chosen.task
-        if task.step < task.length:
-            self._holding.add((task.lane, task.microbatch))
-        self._running = chosen, self._env.now_ns()
-        counted = self._headed if task.step == task.length else self.contributed
-        return replace(
-            task, counts=(task.lane, task.microbatch) not in counted, wire_dtype=self._wire_dtype(task.lane, task.step)
-        )
+        which = chosen.task.lane, chosen.task.microbatch
+        self._device_of.setdefault(which, emptiest)
+        if chosen.task.step < chosen.task.length:
+            self._holding.add(which)
+        counted = self._headed if chosen.task.step == chosen.task.length else self.contributed
+        wire_dtype = self._wire_dtype(chosen.task.lane, chosen.task.step)
+        task = replace(chosen.task, counts=which not in counted, wire_dtype=wire_dtype, device=self._device_of[which])
+        self._running[which] = RunningTask(task, chosen.ready_ns, self._env.now_ns())
+        return task
 
-    def finish(self, result: OpResult) -> None:
-        """The running task is done."""
-        assert self._running is not None
-        (task, ready_ns), start_ns = self._running
-        self._running = None
-        suppressed, self._suppress_send = self._suppress_send, False
+    def finish(self, task: StageTask, result: OpResult) -> None:
+        """A running task is done."""
+        which = lane, microbatch = task.lane, task.microbatch
+        step, length = task.step, task.length
+        running = self._running.pop(which)
         now_ns = self._env.now_ns()
-        lane, microbatch, step, length = task.lane, task.microbatch, task.step, task.length
-        which = lane, microbatch
-        self._time(task, ready_ns, start_ns, now_ns)
+        self._time(running, now_ns)
         if step == length:
             self._headed.add(which)
             self._losses[which] = result.loss
         if frees_slot(step, length, self._split):
             self._holding.discard(which)
+            self._device_of.pop(which, None)
             self.contributed.add(which)
         if self._split and step > length and not is_weights(step, length):
             later = self._task(lane, microbatch, weights_after(step, length))
             self._ready.append(ReadyTask(later, now_ns))
-        if step < steps(length) and not suppressed:
+        if step < steps(length) and not running.suppress_send:
             self._hop(lane, microbatch, step, result.payload)
         self.left -= 1
 
-    def discard_running(self) -> None:
-        """The result of the running task is of no use."""
-        self._running = None
+    def discard_running(self, task: StageTask) -> None:
+        """The result of a running task is of no use."""
+        which = task.lane, task.microbatch
+        if which in self._running and self._running[which].task is task:  # not of an iteration that was given up
+            del self._running[which]
 
     @property
     def has_deferred(self) -> bool:
         """Are weight gradients still to be added, or does a task run?"""
-        return self._running is not None or any(self._is_deferred(each.task) for each in self._ready)
+        return bool(self._running) or any(self._is_deferred(each.task) for each in self._ready)
 
     @property
     def visits(self) -> list[list[int]]:
@@ -197,16 +218,19 @@ class MicrobatchScheduler:
         backward = bool(message_pass(after, route.length))
         return self._schedule.plan.hop_dtype(self._number, route.node_at(after), backward=backward)
 
-    def _may_start(self, task: StageTask) -> bool:
-        """A task needs a free slot, or what an earlier task has left here, which may have to run again first."""
+    def _may_start(self, task: StageTask, held: int, busy: Set[int]) -> bool:
+        """A task needs a free slot on the emptiest device, where so many are `held`; or what an earlier task has left
+        here, which may have to run again first, and that device to be free."""
         which = task.lane, task.microbatch
+        if which in self._running or self._device_of.get(which) in busy:  # the first: it comes again
+            return False
         here = which in self._holding
         if task.step < task.length and here:  # it comes again: what was deferred of the first time goes before
             return not any(
                 self._is_deferred(each.task) and (each.task.lane, each.task.microbatch) == which for each in self._ready
             )
         if task.step <= task.length:
-            return may_start(task.step, task.length, len(self._holding), self._schedule.slots)
+            return may_start(task.step, task.length, held, self._schedule.slots_per_worker)
         return here
 
     def _is_deferred(self, task: StageTask) -> bool:
@@ -222,11 +246,12 @@ class MicrobatchScheduler:
         at_ns = self._schedule.planned_ns.get((task.lane, task.microbatch, task.step), arrived.ready_ns)
         return urgency(task.step, task.length, task.lane, self._schedule.order), at_ns, task.lane
 
-    def _time(self, task: StageTask, ready_ns: int, start_ns: int, now_ns: int) -> None:
+    def _time(self, running: RunningTask, now_ns: int) -> None:
+        task, start_ns = running.task, running.start_ns
         if self._recorded:
-            times = (ready_ns, start_ns, now_ns)  # what came early was ready when the iteration began
+            times = (running.ready_ns, start_ns, now_ns)  # what came early was ready when the iteration began
             row = [task.lane, task.microbatch, task.step, *(max(0, each - self._begun_ns) for each in times)]
-            self.record.append(row)
+            self.record.append([*row, task.device] if task.device else row)
         kind = (task.step >= task.length) + (task.step > task.length) + task.is_weights
         sums = self.took_ns.setdefault(kind, [0, 0])
         sums[0] += 1
@@ -321,11 +346,11 @@ class MicrobatchScheduler:
 
     # When nodes are lost
 
-    def reroute(self, change: Reroute) -> bool:
-        """Follow the new routes; whether the result of the running task is of no use."""
+    def reroute(self, change: Reroute) -> list[StageTask]:
+        """Follow the new routes; gives the running tasks whose results are of no use."""
         before = [route.path for route in self.routes]
         apply_reroute(self.routes, change)
-        cancelled = [self._forget_beyond(lane, at) for lane, at in change.skipped]
+        cancelled = [task for lane, at in change.skipped for task in self._forget_beyond(lane, at)]
         for lane, on_its_way, *path in change.lanes:
             route = self.routes[lane]
             if path[0] == self._number != before[lane][0] and on_its_way < route.microbatches:
@@ -339,10 +364,10 @@ class MicrobatchScheduler:
                 passed_over = set(range(step + 1, min(after, route.length))) if step < route.length else set()
                 if place(after, route.length) in replaced or skipped & passed_over:
                     self._send_again(lane, step)
-        return any(cancelled)
+        return cancelled
 
-    def _forget_beyond(self, lane: int, at: int) -> bool:
-        """A place was skipped: tasks beyond it run again; whether the running task is one of them."""
+    def _forget_beyond(self, lane: int, at: int) -> list[StageTask]:
+        """A place was skipped: tasks beyond it run again; gives the forward tasks among them that run now."""
         route = self.routes[lane]
         mine = [step for step in range(steps(route.length)) if route.node_at(step) == self._number]
         beyond = {step for step in mine if route.beyond(at, step)}
@@ -350,13 +375,15 @@ class MicrobatchScheduler:
         self._ready = [each for each in self._ready if each.task.lane != lane or each.task.step not in beyond]
         for step in beyond:
             self._sent.pop((lane, step), None)
-        cancelled, kept = False, set()
-        if self._running is not None and (task := self._running[0].task).lane == lane and task.step in beyond:
-            if task.step < route.length:
-                cancelled = True
+        cancelled, kept = [], set()
+        for running in self._running.values():
+            if running.task.lane != lane or running.task.step not in beyond:
+                continue
+            if running.task.step < route.length:
+                cancelled.append(running.task)
             else:  # what it adds up counts; only its output is not to be sent
-                self._suppress_send = True
-                kept.add(task.microbatch)
+                running.suppress_send = True
+                kept.add(running.task.microbatch)
         if any(step < route.length for step in beyond):
             kept |= {each.task.microbatch for each in self._ready if each.task.lane == lane}  # deferred weights
             self._release({each for each in self._holding if each[0] == lane and each[1] not in kept})
@@ -367,12 +394,12 @@ class MicrobatchScheduler:
         old = [each for each in self._ready if each.task.lane == lane and each.task.microbatch < microbatch]
         kept = {each.task.microbatch for each in old if self._is_deferred(each.task)}
         self._ready = [each for each in self._ready if each not in old or self._is_deferred(each.task)]
-        if self._running is not None and self._running[0].task.lane == lane:
-            kept.add(self._running[0].task.microbatch)
+        kept |= {running_microbatch for running_lane, running_microbatch in self._running if running_lane == lane}
         self._release({each for each in self._holding if each[0] == lane and microbatch > each[1] not in kept})
 
     def _release(self, microbatches: set[MicrobatchKey]) -> None:
         """Free the memory of microbatches that come again, or never."""
         self._holding -= microbatches
         for which in sorted(microbatches):
+            self._device_of.pop(which, None)
             self._ops.add(DropMicrobatch(*which))

@@ -1,7 +1,7 @@
-"""Operations of a node's executor: what they are, the queue that they wait in, and the thread that runs them.
+"""Operations of a node's executor: what they are, the queue that they wait in, and the threads that run them.
 
-The executor runs one operation at a time, on a thread of its own, so that receiving, sending and heartbeats go on
-meanwhile.
+The executor runs tasks of different microbatches side by side, one on each device of the node, and every other
+operation alone. Each device has a thread of its own, so that receiving, sending and heartbeats go on meanwhile.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
@@ -48,6 +49,8 @@ class StageTask:
     """Its weight gradients are added up; not if this node has added them before, and the microbatch comes again."""
     wire_dtype: str = ""
     """Codec of its result on the way to the next node; empty: that of the workload."""
+    device: int = 0
+    """The node's device that it runs on, of those that work side by side."""
 
     @property
     def is_weights(self) -> bool:
@@ -83,6 +86,13 @@ class OpResult(NamedTuple):
     """The loss of the microbatch, if the task was its head: a number, perhaps still on its way from a GPU."""
     tokens: int = 0
     """Tokens that a held-out loss is the mean of."""
+
+
+class DeviceLost(NamedTuple):
+    """The result of any operation in an iteration whose device has failed; the node goes on with its others."""
+
+    device: int
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -239,9 +249,13 @@ Op = (
     | StoreBackup
 )
 
+OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
+OPS_OF_ITERATION = (StageTask, DropMicrobatch, *OPS_OF_AVERAGING)
+
 
 class Executor(Protocol):
-    """Runs operations, one at a time: with real tensors, or with symbols under virtual time."""
+    """Runs operations, with real tensors, or with symbols under virtual time: tasks of different devices at the same
+    time, each on its own thread, and all others alone."""
 
     def run(self, op: Op) -> Any: ...
 
@@ -251,12 +265,14 @@ class Executor(Protocol):
 
 
 class OpQueue:
-    """Operations that wait, in order. One that runs cannot be interrupted: if it is cancelled, its result is unused."""
+    """Operations that wait, in order. One that runs cannot be interrupted: if it is cancelled, its result is unused.
+
+    Tasks do not wait here and may run side by side; what waits runs alone, when they are done."""
 
     def __init__(self, start: Callable[[Op], None]) -> None:
-        self.running: Op | None = None
-        self.cancelled = False
-        """The running operation was cancelled."""
+        self.running: list[Op] = []
+        self._cancelled: list[Op] = []
+        """Those that run, and whose results are unused."""
         self._start = start
         self._waiting: deque[Op] = deque()
 
@@ -264,36 +280,47 @@ class OpQueue:
         self._waiting.append(op)
 
     def start(self, op: Op) -> None:
-        self.running = op
+        self.running.append(op)
         self._start(op)
 
     def start_next(self) -> bool:
-        """Start the next operation; whether there was one."""
+        """Start the next operation if none runs; whether there is one, which others have to wait for."""
         if not self._waiting:
             return False
-        self.start(self._waiting.popleft())
+        if not self.running:
+            self.start(self._waiting.popleft())
         return True
+
+    @property
+    def cancelled(self) -> bool:
+        """Was an operation cancelled that runs?"""
+        return bool(self._cancelled)
 
     def cancel(self, *kinds: type[Op]) -> None:
         """Cancel operations of some kinds, whether they wait or run."""
         self._waiting = deque(each for each in self._waiting if not isinstance(each, kinds))
-        self.cancelled = self.cancelled or isinstance(self.running, kinds)
+        self.cancel_running([each for each in self.running if isinstance(each, kinds)])
 
-    def finished(self) -> bool:
-        """No operation runs any more; whether the last one's result is of use."""
-        cancelled, self.cancelled, self.running = self.cancelled, False, None
-        return not cancelled
+    def cancel_running(self, ops: Sequence[Op]) -> None:
+        self._cancelled += ops
+
+    def finished(self, op: Op) -> bool:
+        """An operation runs no more; whether its result is of use."""
+        useful = not any(each is op for each in self._cancelled)
+        self.running = [each for each in self.running if each is not op]
+        self._cancelled = [each for each in self._cancelled if each is not op]
+        return useful
 
 
 FORMER_S = 300.0  # for a thread that was stopped to end: as long as a stage may take to build
 
 
-class OpThread:
-    """Builds its executor and runs one operation after another, on its own thread. It wakes the owner, who finds that
-    it is `built`, what is `done`, or the `failure`.
+class OpThreads:
+    """Builds its executor and runs operations, one after another on a thread for each device. It wakes the owner, who
+    finds that it is `built`, what is `done`, or the `failure`.
 
     `least_ns` gives the least time that an operation takes: an emulated node is no faster than the plan says. The
-    `former` thread ends before this one builds, so that there is no need for memory for both.
+    `former` threads end before these build, so that there is no need for memory for both.
     """
 
     def __init__(
@@ -301,7 +328,8 @@ class OpThread:
         build: Callable[[], Executor],
         wake: Callable[[], None],
         least_ns: Callable[[Op], int] | None,
-        former: OpThread | None = None,
+        former: OpThreads | None = None,
+        devices: int = 1,
     ) -> None:
         self.built = False
         self.done: deque[tuple[Op, Any]] = deque()
@@ -311,33 +339,52 @@ class OpThread:
         self._executor: Executor | None = None
         self._wake = wake
         self._least_ns = least_ns
-        self._queue: SimpleQueue[tuple[Op, int] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
-        self._thread.start()
+        self._queues: list[SimpleQueue[tuple[Op, int] | None]] = [SimpleQueue() for _ in range(devices)]
+        self._threads: list[threading.Thread] = []
+        self._start_thread("compute", self._build_and_run)
 
     def start(self, op: Op) -> None:
-        self._queue.put((op, time.monotonic_ns()))
+        """An operation that is no task is started when no other runs."""
+        device = op.device if isinstance(op, StageTask) else 0
+        self._queues[device].put((op, time.monotonic_ns()))
 
     def fits(self, message: Message, expected: Any) -> bool:
         return self._executor is not None and self._executor.fits(message, expected)
 
     def stop(self) -> None:
-        """End after the operation that runs now."""
-        self._queue.put(None)
+        """End after the operations that run now."""
+        for queue in self._queues:
+            queue.put(None)
 
     def join(self, within_s: float) -> None:
         """Wait for the end: a thread that is inside torch when the interpreter ends aborts the process (SIGABRT)."""
-        self._thread.join(within_s)
+        deadline = time.monotonic() + within_s
+        for thread in self._threads:  # the first one starts the others
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _run(self) -> None:
+    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
+
+    def _build_and_run(self) -> None:
         try:
             if self._former is not None:
                 self._former.join(FORMER_S)
                 self._former = None
             executor = self._executor = self._build()
+            for device in range(1, len(self._queues)):
+                self._start_thread(f"compute-{device}", partial(self._run, executor, device))
             self.built = True
             self._wake()
-            while (job := self._queue.get()) is not None:
+        except Exception as error:
+            self.failure = error
+            self._wake()
+            return
+        self._run(executor, 0)
+
+    def _run(self, executor: Executor, device: int) -> None:
+        try:
+            while (job := self._queues[device].get()) is not None:
                 op, started_ns = job
                 result = executor.run(op)
                 if self._least_ns is not None:

@@ -31,6 +31,7 @@ from skippipe.runtime.messages import (
     Begin,
     Commit,
     ControlMessage,
+    Devices,
     Drain,
     DrainAck,
     GatherState,
@@ -50,13 +51,14 @@ from skippipe.runtime.node.evaluation import Evaluation
 from skippipe.runtime.node.interfaces import BETWEEN_ITERATIONS, IN_ITERATION, BaseNode, NodeEnv, NodePhase
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.ops import (
+    OPS_OF_AVERAGING,
+    OPS_OF_ITERATION,
     AdoptPiece,
-    BeginAveraging,
     CheckFinite,
     ClearGradients,
     ContributePiece,
     CopyEnds,
-    DropMicrobatch,
+    DeviceLost,
     EvaluateSamples,
     GradNorm,
     Op,
@@ -91,8 +93,10 @@ MOST_EARLY = 64  # messages of one sender that are kept because they are ahead o
 class TrainingNode(BaseNode):
     """One node of a run: its phase in the iteration, its tasks, its part in averaging, and its state transfers."""
 
-    def __init__(self, number: int, plan: Plan, env: NodeEnv) -> None:
+    def __init__(self, number: int, plan: Plan, env: NodeEnv, devices: int | None = None) -> None:
+        """`devices`: as many as the node has that work side by side; none: those of the plan."""
         super().__init__(number, env)
+        self.devices = set(range(devices or plan.workers[number]))
         self.stage = plan.stage_of[number]
         self.phase = NodePhase.WAITING
         self.iteration = -1
@@ -101,8 +105,8 @@ class TrainingNode(BaseNode):
         self._next_plan: Plan | None = None
         self._next_begin: Begin | None = None
         self._next_changes: list[Reroute | Drain | Average] = []
-        self._ops = OpQueue(env.start)
-        self._transfer = StateTransfer(self, env, self._ops)
+        self.ops = OpQueue(env.start)
+        self._transfer = StateTransfer(self, env, self.ops)
         self._evaluation = Evaluation(number, env, self.drop)
         self._early = EarlyMessages()
         self._peers_done: dict[int, tuple[int, int]] = {}
@@ -133,7 +137,7 @@ class TrainingNode(BaseNode):
             case Recover():
                 self._transfer.recover(control.origin, control.assignment)
             case Snapshot() if self.stage == 0:
-                self._ops.add(CopyEnds(control.iterations))
+                self.ops.add(CopyEnds(control.iterations))
             case Backup() if self.stage != 0:
                 self._transfer.fetch_backup(control)
             case NewPlan():
@@ -141,11 +145,11 @@ class TrainingNode(BaseNode):
             case Commit() if self.phase is NodePhase.AVERAGED and control.iteration == self.iteration:
                 self.phase = NodePhase.STEPPING
                 self._commit, self._committed_ns = control, self._env.now_ns()
-                self._ops.add(OptimizerStep(control.rate, control.scale))
+                self.ops.add(OptimizerStep(control.rate, control.scale))
                 if control.kept:
-                    self._ops.add(SnapshotState())
+                    self.ops.add(SnapshotState())
             case Commit() if self.phase in BETWEEN_ITERATIONS and control.kept:  # no copy was requested before
-                self._ops.add(SnapshotState())
+                self.ops.add(SnapshotState())
             case Commit() if self.phase is NodePhase.WAITING and control.last and control.iteration == self.iteration:
                 self._env.send_control(Stepped(self.iteration))  # to a coordinator that was restarted after the step
             case Reroute() | Drain() | Average():
@@ -158,7 +162,7 @@ class TrainingNode(BaseNode):
             case Validate() if self.phase in BETWEEN_ITERATIONS and control.iteration == self.iteration:
                 self._evaluation.begin(control)
             case GatherState():  # after the step, if one was committed
-                self._ops.add(ReadWeights(control.piece, control.kept, control.collection))
+                self.ops.add(ReadWeights(control.piece, control.kept, control.collection))
             case Stop():
                 self.stopped = control
             case _:
@@ -178,6 +182,8 @@ class TrainingNode(BaseNode):
 
     def executor_ready(self, origin: StateSource | None, assignment: int) -> None:
         """The stage is built; its state is as the seed has it, or still to come."""
+        if len(self.devices) != self.plan.workers[self.number]:
+            self._env.send_control(Devices(len(self.devices)))
         if origin is not None:
             self._transfer.recover(origin, assignment)
         else:
@@ -216,16 +222,19 @@ class TrainingNode(BaseNode):
 
     def finished(self, op: Op, result: Any) -> None:
         """An operation that was started is done."""
-        counts = self._ops.finished()
+        counts = self.ops.finished(op)
+        if isinstance(result, DeviceLost):
+            self._lose_device(result)
+            return
         if isinstance(op, CheckFinite) and not result:
             self._scheduler.contributed.clear()
         if not counts:
             if isinstance(op, StageTask):
-                self._scheduler.discard_running()
+                self._scheduler.discard_running(op)
             return
         match op:
             case StageTask():
-                self._scheduler.finish(result)
+                self._scheduler.finish(op, result)
                 self._average_if_done()
             case EvaluateSamples():
                 self._evaluation.finished(op, result)
@@ -247,26 +256,32 @@ class TrainingNode(BaseNode):
                 self._transfer.finished(op, result)
 
     def decide(self) -> None:
-        """Start the operation that goes next, if none runs."""
+        """Start the operation that goes next, if none runs; of tasks, one for each device."""
         self._send_pieces()
-        if self._ops.running is not None or self.stopped or self._ops.start_next():
+        if self.stopped or self.ops.start_next():
+            return
+        if self.ops.running:
+            if all(isinstance(each, StageTask) for each in self.ops.running):
+                self._start_tasks()
             return
         if self.phase is NodePhase.WAITING and (samples := self._evaluation.next()) is not None:
-            self._ops.start(samples)
+            self.ops.start(samples)
         if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._visits)) is not None:
-            self._ops.start(op)
+            self.ops.start(op)
+        self._start_tasks()
+        if self.phase is NodePhase.DRAINING and not self._scheduler.has_deferred:
+            self._finish_draining()
+
+    def _start_tasks(self) -> None:
         if self.phase not in (NodePhase.RUNNING, NodePhase.DRAINING):
             return
-        task = self._scheduler.next()
-        if task is not None:
-            self._ops.start(task)
-        elif self.phase is NodePhase.DRAINING and not self._scheduler.has_deferred:
-            self._finish_draining()
+        while (task := self._scheduler.next()) is not None:
+            self.ops.start(task)
 
     @property
     def doing(self) -> str:
         """The operation that runs, or what the node waits for, in words for people."""
-        op = self._ops.running
+        op = self.ops.running[0] if self.ops.running else None
         if isinstance(op, StageTask):
             return f"step {op.step} of microbatch {op.microbatch} on lane {op.lane}, iteration {op.iteration + 1}"
         if op is not None:
@@ -297,7 +312,7 @@ class TrainingNode(BaseNode):
     def _clear(self, *, recorded: bool) -> None:
         """Forget all of the iteration before."""
         self._scheduler = MicrobatchScheduler(
-            self._schedule, self.iteration, self, self._env, self._ops, recorded=recorded
+            self._schedule, self.iteration, self, self._env, self.ops, recorded=recorded
         )
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
@@ -307,9 +322,9 @@ class TrainingNode(BaseNode):
         self._check_finite = False
 
     def _restart(self, begin: Begin) -> None:
-        self._ops.cancel(*_OPS_OF_ITERATION)
-        if self.phase is not NodePhase.WAITING or self._ops.cancelled:
-            self._ops.add(ClearGradients())
+        self.ops.cancel(*OPS_OF_ITERATION)
+        if self.phase is not NodePhase.WAITING or self.ops.cancelled:
+            self.ops.add(ClearGradients())
         self.epoch = self._begun_epoch = begin.epoch
         self._begin(begin.iteration, recorded=begin.recorded)
 
@@ -414,13 +429,22 @@ class TrainingNode(BaseNode):
         self._stop_averaging()
         self.phase = NodePhase.RUNNING
         self.epoch = change.epoch
-        if self._scheduler.reroute(change):
-            self._ops.cancelled = True
+        self.ops.cancel_running(self._scheduler.reroute(change))
         self._take_early()
+
+    def _lose_device(self, lost: DeviceLost) -> None:
+        """Go on with the others: all of the iteration is done again, because what that one has added up is gone."""
+        known, epoch = lost.device not in self.devices, None
+        self.devices.discard(lost.device)
+        if self.phase in IN_ITERATION:
+            self.ops.cancel(*OPS_OF_ITERATION)
+            self.phase, epoch = NodePhase.RESTARTING, self.epoch
+        if not known or epoch is not None:
+            self._env.send_control(Devices(len(self.devices), lost.reason, epoch))
 
     def _stop_averaging(self) -> None:
         """Discard what averaging has done so far; this node's own sum is not touched."""
-        self._ops.cancel(*_OPS_OF_AVERAGING)
+        self.ops.cancel(*OPS_OF_AVERAGING)
         self._averaging = self._new_attempt()
 
     def _new_attempt(self) -> AveragingProtocol:
@@ -435,10 +459,10 @@ class TrainingNode(BaseNode):
         self.phase = NodePhase.DRAINED
         self._scheduler.release_all()
         if self._check_finite:
-            self._ops.add(CheckFinite())
+            self.ops.add(CheckFinite())
         else:
             self._acknowledge_drain()
-        self._ops.start_next()
+        self.ops.start_next()
 
     def _acknowledge_drain(self) -> None:
         self._env.send_control(DrainAck(self.iteration, self.epoch, self._scheduler.visits))
@@ -472,7 +496,3 @@ class TrainingNode(BaseNode):
     def _report(self, squared_norm: float) -> None:
         self.phase = NodePhase.AVERAGED
         self._env.send_control(self._scheduler.report(squared_norm, self._step_ns))
-
-
-_OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
-_OPS_OF_ITERATION = (StageTask, DropMicrobatch, *_OPS_OF_AVERAGING)

@@ -41,7 +41,9 @@ During = Literal[
     "forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "backup", "joining", "repair",
     "validation",
 ]  # fmt: skip
-FaultKind = Literal["kill", "freeze", "cut", "cut one way", "slow node", "slow link", "poison", "stale", "accuse"]
+FaultKind = Literal[
+    "kill", "lose", "freeze", "cut", "cut one way", "slow node", "slow link", "poison", "stale", "accuse",
+]  # fmt: skip
 DURING: tuple[During, ...] = (
     "forward", "head", "backward", "averaging", "step", "checkpoint", "backup", "joining", "repair",
 )  # fmt: skip
@@ -66,6 +68,8 @@ class Fault:
     """The share of messages that come again."""
     late_s: float = 0.0
     """The longest that control messages between nodes and coordinator are on their way."""
+    device: int = 0
+    """The device that is lost."""
 
     def at(self, iteration: int, during: During = "forward") -> Fault:
         return replace(self, iteration=iteration, during=during)
@@ -91,6 +95,7 @@ class Fault:
             "poison": f"spoil a gradient of {who}",
             "stale": f"let {self.share:.0%} of the messages from and to {who} come again later"
             + f", control messages to and from the coordinator up to {self.late_s:g} s late" * bool(self.late_s),
+            "lose": f"lose device {self.device} of {who}",
             "accuse": f"have {who} report all its links as down",
         }[self.kind]
         end = "" if self.lasts_s is None else f", for {self.lasts_s:g} s"
@@ -123,6 +128,11 @@ def slow_link(a: int, b: int, times: float = 10.0) -> Fault:
 
 def poison(node: int) -> Fault:
     return Fault("poison", (node,))
+
+
+def lose(device: int, node: int) -> Fault:
+    """Under virtual time only: one of several devices of a node fails."""
+    return Fault("lose", (node,), device=device)
 
 
 def replay_messages(*nodes: int, share: float = 0.1, late_s: float = 0.0) -> Fault:

@@ -10,12 +10,14 @@ from skippipe.collectives.schedule import Schedule
 from skippipe.plan import Plan
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchKey
 from skippipe.runtime.node.ops import (
+    OPS_OF_AVERAGING,
     AdoptPiece,
     BeginAveraging,
     CheckFinite,
     ClearGradients,
     ContributePiece,
     CopyEnds,
+    DeviceLost,
     DropMicrobatch,
     EvaluateSamples,
     GradNorm,
@@ -70,8 +72,9 @@ class SymbolicExecutor:
         self._node = node
         self._has_ends = plan.stage_of.get(node) == 0
         self._split = plan.split_backward
-        self._slots = plan.slots[node]
-        self._held: set[MicrobatchKey] = set()
+        self._slots = plan.slots[node] // plan.workers[node]
+        self._held: dict[MicrobatchKey, int] = {}
+        """Microbatch → the device that has it."""
         self._kept: tuple[Any, ...] | None = None
         self._sum: Counter[MicrobatchKey] = Counter()
         self._expected: set[int] = set()
@@ -90,6 +93,12 @@ class SymbolicExecutor:
         self.poison = False
         """The next gradient that is added up is NaN."""
         self._spoiled = False
+        self._lost: list[DeviceLost] = []
+        """Devices that have failed, of which no operation has been told so."""
+
+    def lose(self, device: int, reason: str) -> None:
+        """One of several devices fails."""
+        self._lost.append(DeviceLost(device, reason))
 
     @property
     def has_backup(self) -> bool:
@@ -102,13 +111,15 @@ class SymbolicExecutor:
         return [len(each) for each in self.state]
 
     def run(self, op: Op) -> Any:
+        if self._lost and isinstance(op, (StageTask, *OPS_OF_AVERAGING)):
+            return self._lost.pop()
         match op:
             case StageTask():
                 return self._task(op)
             case EvaluateSamples():
                 return self._evaluate(op)
             case DropMicrobatch():
-                self._held.discard((op.lane, op.microbatch))
+                self._held.pop((op.lane, op.microbatch), None)
             case ClearGradients():
                 self._held.clear()
                 self._sum.clear()
@@ -205,12 +216,12 @@ class SymbolicExecutor:
     def _task(self, task: StageTask) -> OpResult:
         which = task.lane, task.microbatch
         if task.step < task.length:
-            self._held.add(which)
-            assert len(self._held) <= self._slots, "more microbatches than memory slots"
+            self._held[which] = task.device
+            assert list(self._held.values()).count(task.device) <= self._slots, "more microbatches than memory slots"
         elif task.step > task.length:
-            assert which in self._held, f"the backward pass of a microbatch that is not here: {task}"
+            assert self._held.get(which) == task.device, f"the backward pass of a microbatch that is not here: {task}"
             if task.is_weights or not self._split:
-                self._held.remove(which)
+                del self._held[which]
                 self._add(which, counts=task.counts)
         if 0 < task.step <= 2 * task.length:
             given = task.given

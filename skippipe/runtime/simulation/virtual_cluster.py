@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from skippipe import __version__
 from skippipe.cluster import Cluster
@@ -43,7 +43,7 @@ from skippipe.runtime.messages import (
     Stop,
     TasksDone,
 )
-from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, planned_ns
+from skippipe.runtime.node.ops import Executor, Op, OptimizerStep, StageTask, planned_ns
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.fault_injection import Fault, MessageReplay, phase_of
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
@@ -195,7 +195,7 @@ class VirtualCluster:
     """When the last node had taken its last step."""
 
     def __post_init__(self) -> None:
-        self._heap: list[tuple[int, int, int, Action]] = []
+        self._heap: list[tuple[int, int, int, int, Action]] = []
         self._count = 0
         self._network = VirtualNetwork(self.plan.costs, lambda planned_ns: self.disturb(planned_ns))
         self._busy_ns: dict[int, int] = {}
@@ -245,7 +245,7 @@ class VirtualCluster:
             self.now_ns = self._heap[0][0]
             touched: dict[int, None] = {}
             while self._heap and self._heap[0][0] == self.now_ns:
-                _, _, node, action = heapq.heappop(self._heap)
+                *_, node, action = heapq.heappop(self._heap)
                 action()
                 touched[node] = None
             for node in touched:
@@ -256,18 +256,18 @@ class VirtualCluster:
                         self._rejoin(node, self.nodes[node].plan)
             self.coordinator.on_stop_requests(self.stop_requests())
 
-    def after(self, delay_ns: int, action: Action, node: int = COORDINATOR) -> None:
-        """Let something happen to a node, which then decides."""
-        heapq.heappush(self._heap, (self.now_ns + delay_ns, self._count, node, action))
+    def after(self, delay_ns: int, action: Action, node: int = COORDINATOR, rank: int = 0) -> None:
+        """Let something happen to a node, which then decides; of what happens at one time, the smallest rank first."""
+        heapq.heappush(self._heap, (self.now_ns + delay_ns, rank, self._count, node, action))
         self._count += 1
 
-    def deliver(self, sender: int, node: int, action: Action, delay_ns: int = 0) -> None:
+    def deliver(self, sender: int, node: int, action: Action, delay_ns: int = 0, rank: int = 0) -> None:
         """Something that happens to a node if it still is the same incarnation by then, and later if it is frozen."""
         if sender != node:
             self._replay_later(sender, node, action, delay_ns)
         incarnation = self.alive.get(node)
         if incarnation is not None and (sender, node) not in self._broken:
-            self.after(delay_ns, lambda: self._arrive(node, action, incarnation), node)
+            self.after(delay_ns, lambda: self._arrive(node, action, incarnation), node, rank)
 
     def _replay_later(self, sender: int, receiver: int, action: Action, delay_ns: int = 0) -> None:
         """What comes after a delay may come again, in another incarnation of either or to another coordinator."""
@@ -295,20 +295,20 @@ class VirtualCluster:
             self._deliver_to_coordinator(sender, lambda: self._env.hear(sender, control, stamp))
 
     def start_op(self, number: int, op: Op) -> None:
-        result = self.executor_of[number].run(op)
-        planned = planned_ns(self.plan, self.nodes[number].stage, number, op)
-        duration_ns = int(self.disturb(planned) * self._slowed.get(number, 1.0))
+        node, result = self.nodes[number], self.executor_of[number].run(op)
+        duration_ns = int(self.disturb(planned_ns(self.plan, node.stage, number, op)) * self._slowed.get(number, 1.0))
         if isinstance(op, OptimizerStep):
             self.finished_ns = max(self.finished_ns, self.now_ns + duration_ns)
-        if self._idle_ns.pop(number, None) != self.now_ns:
+        if self._idle_ns.pop(number, None) != self.now_ns and len(node.ops.running) == 1:
             self._busy_ns[number] = self.now_ns
-        node = self.nodes[number]
 
         def finish() -> None:
-            self._idle_ns[number] = self.now_ns
             node.finished(op, result)
+            if not node.ops.running:
+                self._idle_ns[number] = self.now_ns
 
-        self.deliver(number, number, finish, duration_ns)
+        rank = op.lane - len(self.plan.lanes) if isinstance(op, StageTask) else 0  # as lanes in the simulator
+        self.deliver(number, number, finish, duration_ns, rank)
         for fault in [each for each in self._pending if self._strikes(each, number, op)]:
             self._pending.remove(fault)
             self.after(duration_ns // 2, lambda fault=fault: self._begin(fault))  # type: ignore[misc]
@@ -376,6 +376,8 @@ class VirtualCluster:
                 return lambda: self._delayed.update(slow), lambda: [self._delayed.pop(link, None) for link in links]
             case "poison":
                 return lambda: self._poison(node), lambda: None
+            case "lose":
+                return lambda: cast(Any, self.executor_of[node]).lose(fault.device, "as planned"), lambda: None
             case "stale":
                 return lambda: self._replay.begin(fault), lambda: self._replay.end(fault)
             case "accuse":
