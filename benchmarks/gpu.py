@@ -68,13 +68,14 @@ def peak_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def full_pipeline(workload: Workload, stages: int) -> Plan:
-    """One node a stage, all on one card, and every microbatch through all of them."""
+def full_pipeline(workload: Workload, stages: int, device: str = "cuda") -> Plan:
+    """One node a stage, all on one card, and every microbatch through all of them. A CPU computes in fp32."""
+    compute = "bf16" if device == "cuda" else "fp32"
     lanes = max(stages, LEAST_LANES)
     nodes = tuple(Node(f"n{index}", "here", 4e14, 2**37) for index in range(stages))
     square = (stages, stages)
     cluster = Cluster("one card", nodes, np.full(square, 1e-6), np.full(square, 1e12))
-    workload = replace(workload, wire_dtype="bf16", compute_dtype="bf16", max_slots=lanes)
+    workload = replace(workload, wire_dtype="bf16", compute_dtype=compute, max_slots=lanes)
     layers = workload.layer_split(stages)
     held = tuple(Stage(count, (index,), (index,)) for index, count in enumerate(layers))
     path = tuple(range(stages))
@@ -83,7 +84,7 @@ def full_pipeline(workload: Workload, stages: int) -> Plan:
 
 def pipeline_of(asked: argparse.Namespace) -> Plan:
     model = MODELS[asked.model]
-    return full_pipeline(Workload(model, asked.sequence, asked.samples, MICROBATCHES), asked.stages)
+    return full_pipeline(Workload(model, asked.sequence, asked.samples, MICROBATCHES), asked.stages, asked.device)
 
 
 def seconds_each(iteration: Callable[[int], object], budget_s: float) -> float:
@@ -155,7 +156,7 @@ def main() -> None:
                 learning,
                 ends=stage == 0,
                 device=asked.device,
-                compute_dtype="bf16",
+                compute_dtype=work.compute_dtype,
                 compiled=compiled,
             ),
             sampler,

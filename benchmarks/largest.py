@@ -59,7 +59,8 @@ def main() -> None:
         optimizer=asked.optimizer,
         offload="averaging",
     )
-    plan = full_pipeline(work, asked.stages)
+    plan = full_pipeline(work, asked.stages, asked.device)
+    work = plan.workload
     spec = ModelSpec(llama_config(work.model), seed=0)
     learning = OptimConfig(asked.optimizer, rate=1e-4, warmup=5, iterations=1000)
     text = np.random.default_rng(0).integers(0, min(256, work.model.vocab), TEXT_TOKENS)
@@ -74,7 +75,7 @@ def main() -> None:
             learning,
             ends=stage == 0,
             device=asked.device,
-            compute_dtype="bf16",
+            compute_dtype=work.compute_dtype,
             recompute=True,
         )
         executors[node] = StageExecutor(stage, plan.layers, plan.workload, spec, tasks, sampler, packing=False)

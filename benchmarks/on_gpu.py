@@ -38,10 +38,10 @@ PLAN = """
 import sys
 from pathlib import Path
 from benchmarks.gpu import full_pipeline
-from skippipe.workload import MODELS, ModelShape, Workload
+from skippipe.workload import MODELS, Workload
 from dataclasses import replace
-model, sequence, samples, to = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-full_pipeline(Workload(replace(MODELS[model], vocab=2048), sequence, samples, 12), 2).save(to)
+model, sequence, samples, device, to = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+full_pipeline(Workload(replace(MODELS[model], vocab=2048), sequence, samples, 12), 2, device).save(to)
 """
 JOB = """
 output = "{folder}/run"
@@ -54,7 +54,7 @@ vocabulary = 2048
 plan = "{folder}/plan.json"
 [compute]
 device = "{device}"
-dtype = "bf16"
+dtype = "{dtype}"
 compiled = {compiled}
 [report]
 recorded = 10
@@ -78,12 +78,11 @@ def parts_of(device: str, folder: Path) -> list[Part]:
     on = ("--device", device)
     small = ("--model", "llama-tiny", "--stages", "2", "--samples", "1", "--sequence", "64") if not card else ()
     model, sequence, samples = ("llama-300m", 1024, 8) if card else ("llama-tiny", 64, 2)
-    compiled, iterations = ("true", 30) if card else ("false", 3)
-    job, plan = folder / "job.toml", [PYTHON, "-c", PLAN, model, str(sequence), str(samples), str(folder / "plan.json")]
-    job.write_text(
-        JOB.format(folder=folder, model=model, device=device, compiled=compiled, iterations=iterations),
-        encoding="utf-8",
-    )
+    dtype, compiled, iterations = ("bf16", "true", 30) if card else ("fp32", "false", 3)
+    job = folder / "job.toml"
+    plan = [PYTHON, "-c", PLAN, model, str(sequence), str(samples), device, str(folder / "plan.json")]
+    fields = {"folder": folder, "model": model, "device": device, "dtype": dtype, "compiled": compiled}
+    job.write_text(JOB.format(**fields, iterations=iterations), encoding="utf-8")
     two = ("--processes", "--stages", "2", "--seconds", "25" if card else "1", *on)
     profiled = ("--model", "llama-1.5b" if card else model, "--sequence", "2048" if card else "64")
     cluster = str(folder / "cluster.json")
@@ -95,7 +94,7 @@ def parts_of(device: str, folder: Path) -> list[Part]:
             for shape, words in decodings(device)
         ),
         Part("train", 150, (plan, module("skippipe", "train", str(job), "--force"))),
-        Part("serve", 100, (module("benchmarks.on_gpu", "serve", *on, "--dtype", "bf16" if card else "fp32"),)),
+        Part("serve", 100, (module("benchmarks.on_gpu", "serve", *on, "--dtype", dtype),)),
         Part("optimizers", 120, (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6"),)),
         Part("codecs", 120, (module("benchmarks.codecs", *on, *(("--compiled",) if card else ("--mib", "1"))),)),
         Part(
@@ -116,7 +115,7 @@ def parts_of(device: str, folder: Path) -> list[Part]:
         Part(
             "profile",
             90,
-            (module("skippipe", "profile", "--local", "2", *profiled, *on, "--dtype", "bf16", "-o", cluster),),
+            (module("skippipe", "profile", "--local", "2", *profiled, *on, "--dtype", dtype, "-o", cluster),),
         ),
         Part("nodes-not-encrypted", 200, (module("benchmarks.gpu", *two, *small, "--security", "none"),)),
         Part("nodes-in-one-process", 200, (module("benchmarks.gpu", "--seconds", two[4], *on, *small),)),
