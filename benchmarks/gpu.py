@@ -38,6 +38,7 @@ from skippipe.training.reference import ReferenceTrainer
 from skippipe.workload import MODELS, Workload
 
 MICROBATCHES = 12
+RECORDED = 4  # one of so many iterations is recorded, task by task
 LOG_CHARACTERS = 4_000  # of a node's log that are shown if the run fails
 LEAST_LANES = 4  # with fewer the card would wait for messages that are on their way
 
@@ -189,6 +190,7 @@ def as_processes(asked: argparse.Namespace) -> float:
     """Seconds of an iteration. Forked before this process touches the card."""
     from skippipe.data.prepare import prepare
     from skippipe.runtime.node_config import NodeConfig
+    from skippipe.training.metrics import copy_wait_s
     from skippipe.training.run import Run
 
     plan = pipeline_of(asked)
@@ -206,13 +208,17 @@ def as_processes(asked: argparse.Namespace) -> float:
         compiled=asked.device == "cuda",
     )
     taken: list[float] = []
+    waited: list[float] = []
 
     class Clock(Callback):
         def iteration_done(self, report: IterationReport) -> None:
             taken.append(report.seconds)
+            if report.copies:
+                waited.append(max(copy_wait_s(report).values()) / report.seconds)
 
     with tempfile.TemporaryDirectory() as folder:
-        settings = CoordinatorSettings(node_config.learning, max(8, round(asked.seconds)))
+        count = max(8, round(asked.seconds))
+        settings = CoordinatorSettings(node_config.learning, count, recorded=range(4, count, RECORDED))
         run = Run(node_config, spec, tokens.tokenizer(), Path(folder), settings, security=asked.security)
         try:
             run.launch_local(Clock())
@@ -226,6 +232,8 @@ def as_processes(asked: argparse.Namespace) -> float:
         f"{asked.stages} processes on the card: {each_s:.3f} s an iteration, {per_iteration / each_s:,.0f} tokens/s",
         flush=True,
     )
+    if waited:
+        print(f"a node's tasks wait for copies for {median(waited):.2%} of an iteration (goal 3%)", flush=True)
     return each_s
 
 

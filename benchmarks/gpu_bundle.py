@@ -21,7 +21,7 @@ from pathlib import Path
 COMMAND = ("typer", "click", "rich", "markdown-it-py", "mdurl", "Pygments", "shellingham", "annotated-doc")
 TRANSPORT = ("pyzmq", "msgspec", "cryptography", "cffi", "pycparser")
 SERVER = (
-    *("fastapi", "starlette", "uvicorn", "h11", "anyio", "idna", "prometheus_client"),
+    *("fastapi", "starlette", "uvicorn", "h11", "anyio", "idna", "prometheus_client", "opentelemetry-api"),
     *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
 )
 PACKAGES = (*COMMAND, *TRANSPORT, *SERVER)

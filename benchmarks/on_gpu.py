@@ -90,7 +90,7 @@ def parts_of(device: str, folder: Path) -> list[Part]:
         Part("about", 60, ([PYTHON, "-c", ABOUT],)),
         Part("nodes", 240, (module("benchmarks.gpu", *two, *small),)),
         *(
-            Part(f"decoding-{shape}", 180, (module("benchmarks.decoding", *words, "--only", "transformers"),))
+            Part(f"decoding-{shape}", 180, (module("benchmarks.decoding", *words, "--only", "static"),))
             for shape, words in decodings(device)
         ),
         Part("train", 150, (plan, module("skippipe", "train", str(job), "--force"))),

@@ -45,6 +45,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
+from skippipe.runtime.node.copies import Outbox
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThread
 from skippipe.runtime.node.peer_links import PeerLinks
@@ -111,6 +112,7 @@ class NodeAgent:
         self._links = PeerLinks(self._mailbox, self._join_config.name)
         self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._delayed = DelayQueue()
+        self._outbox = Outbox(self._send_tensor, self._mailbox.wake)
         self._machine: StateMachine | None = None
         self._welcome: Welcome | None = None
         """The assignment to the stage that is being built."""
@@ -180,6 +182,9 @@ class NodeAgent:
         return time.monotonic_ns()
 
     def send(self, receiver: int, message: Message) -> None:
+        self._outbox.send(receiver, message)
+
+    def _send_tensor(self, receiver: int, message: Message) -> None:
         if self._uplink is None or message.body is None or receiver == COORDINATOR:
             self._send(self._names[receiver], message)
         else:
@@ -316,6 +321,7 @@ class NodeAgent:
         if self._welcome is not None and self._thread.built:
             welcome, self._welcome = self._welcome, None
             self._machine.executor_ready(welcome.origin, welcome.assignment)
+        self._outbox.flush()
         while self._thread.done:
             self._running -= 1
             self._machine.finished(*self._thread.done.popleft())
@@ -352,8 +358,8 @@ class NodeAgent:
         if received.peer == THE_COORDINATOR and message.kind is MessageKind.STATE_PIECE:
             self._machine.receive(COORDINATOR, message)
         elif message.kind is not MessageKind.CONTROL:
-            if received.peer in self._numbers:
-                self._machine.receive(self._numbers[received.peer], message)
+            if received.peer in self._numbers and self._thread is not None:
+                self._machine.receive(self._numbers[received.peer], self._thread.prefetch(message))
         elif (control := self._control(received)) is None:
             return
         elif received.peer != THE_COORDINATOR:
