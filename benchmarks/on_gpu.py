@@ -85,6 +85,7 @@ def parts_of(device: str, folder: Path) -> list[Part]:
     job.write_text(JOB.format(**fields, iterations=iterations), encoding="utf-8")
     two = ("--processes", "--stages", "2", "--seconds", "25" if card else "1", *on)
     profiled = ("--model", "llama-1.5b" if card else model, "--sequence", "2048" if card else "64")
+    evaluated = ("--draws", "4", "--tokens", "20000" if card else "1000")
     cluster = str(folder / "cluster.json")
     return [
         Part("about", 60, ([PYTHON, "-c", ABOUT],)),
@@ -105,11 +106,7 @@ def parts_of(device: str, folder: Path) -> list[Part]:
         Part(
             "eval",
             90,
-            (
-                module(
-                    "skippipe", "eval", "austen", "--text", "classics-val", "--keep", "1/2", "--tokens", "20000", *on
-                ),
-            ),
+            (module("skippipe", "eval", "austen", "--text", "classics-val", "--keep", "1/2", *evaluated, *on),),
         ),
         Part("generate", 60, (module("skippipe", "generate", "austen", "It is a truth", "--stats", *on),)),
         Part(

@@ -62,9 +62,10 @@ class TokenReader:
         self._found = torch.stack([highest.double(), chosen.double()])
         self._arrived: torch.cuda.Event | None = None
         if self._found.is_cuda:
+            there = torch.cuda.current_stream(self._found.device)
             here = torch.empty(self._found.shape, dtype=self._found.dtype, pin_memory=True)
             self._found = here.copy_(self._found, non_blocking=True)
-            self._arrived = torch.cuda.current_stream().record_event()
+            self._arrived = there.record_event()
 
     def tokens(self) -> list[int]:
         """UserError if a logit is not finite."""

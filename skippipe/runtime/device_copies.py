@@ -41,7 +41,10 @@ class Copies(Protocol):
 
 
 class DirectCopies:
-    """For a device whose memory is the host's."""
+    """For a CPU, whose memory is the host's; and for devices without streams, where copies are waited for."""
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self._device = device
 
     def encode(self, tensor: Tensor, codec: str) -> EncodedTensor:
         return encode(tensor, codec, share=True)
@@ -52,7 +55,7 @@ class DirectCopies:
     def decode(self, encoded: EncodedTensor) -> Tensor:
         if isinstance(encoded, MovingTensor):
             encoded.wait()
-        return decode(encoded)
+        return decode(encoded, self._device)
 
     def settle(self) -> None:
         pass
@@ -156,4 +159,4 @@ class BackgroundCopies:
 
 
 def copies_of(device: str | torch.device) -> Copies:
-    return BackgroundCopies(device) if torch.device(device).type == "cuda" else DirectCopies()
+    return BackgroundCopies(device) if torch.device(device).type == "cuda" else DirectCopies(device)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from skippipe.inference import static_decoding
-from skippipe.inference.cached_stage import BatchRows, embed, logits
+from skippipe.inference import cached_stage, static_decoding
+from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
 from skippipe.inference.engine import TokenByToken
 from skippipe.inference.request import SamplingParams
 from skippipe.inference.static_decoding import StaticDecoder, StaticStep
-from skippipe.stage_subset import StageSubset
+from skippipe.inference.static_stage import StaticStage
+from skippipe.stage_subset import Hop, StageSubset
 from tests.helpers.models import FAMILIES
 from tests.helpers.staged_models import GREEDY, WHOLE, asked, output_tokens, prompts, staged, staged_once
 
@@ -56,6 +59,27 @@ def test_logits_are_those_of_the_plain_step(family: str) -> None:
     assert torch.allclose(found, plain, atol=1e-4)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stage_by_itself_hands_on_what_the_plain_one_does(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of any slots in any order, in batches of any size; the caches grow meanwhile."""
+    monkeypatch.setattr(cached_stage, "MIN_ROOM", 4)
+    model, rate = staged(family).stages[1], random.Random(family)
+    plain, static = CachedStage(model, 2000), StaticStage(model, 2000)
+    noise = torch.Generator().manual_seed(0)
+    lengths = dict.fromkeys(range(5), 0)
+    for turn in range(24):
+        slots = tuple(rate.sample(range(5), rate.randint(1, 5)))
+        counts = tuple(rate.randint(2, 4) if turn % 6 == 0 else 1 for _ in slots)
+        rows = BatchRows(slots, tuple(lengths[slot] for slot in slots), counts)
+        hidden = torch.randn(len(slots), rows.width, 32, generator=noise)
+        hop = Hop(1, 3, 1) if turn % 2 else None
+        expected, found = (stage.forward(hidden, rows, 1.5, hop) for stage in (plain, static))
+        for row, count in enumerate(counts):
+            assert torch.allclose(found[row, :count], expected[row, :count], atol=1e-4)
+            lengths[slots[row]] += count
+    assert bool(static._steps) == (family != "qwen3_moe")
+
+
 def test_steps_run_ahead_until_the_batch_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     loads: list[Sequence[int]] = []
     load = StaticStep.load
@@ -78,7 +102,7 @@ def test_weights_are_held_once() -> None:
     for _ in range(2):  # a second decoder joins nothing again
         decoder = StaticDecoder(model, WHOLE, 2000)
         assert decoder._static is not None
-        attention = model.stages[0].layers[0].self_attn
+        attention: Any = model.stages[0].layers[0].self_attn
         joined = decoder._static._layers[0][0][0].qkv
         assert joined.untyped_storage().data_ptr() == attention.q_proj.weight.untyped_storage().data_ptr()
         assert torch.equal(
