@@ -162,6 +162,8 @@ def run_all(asked: argparse.Namespace) -> int:
     """How many parts failed."""
     began, failed, left = time.monotonic(), 0, []
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "160"}
+    found_in = [str(Path(each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    environment["PYTHONPATH"] = os.pathsep.join([*found_in, str(Path(__file__).resolve().parent.parent)])
     with tempfile.TemporaryDirectory() as folder, asked.output.open("a", encoding="utf-8") as lines:
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # what one part compiles others find
         environment.setdefault("XDG_CACHE_HOME", f"{folder}/cache")
@@ -194,7 +196,7 @@ def serve(asked: argparse.Namespace) -> None:
         for line in server.stdout:
             print(line, end="", flush=True)
             if " is served at " in line:
-                address = line.split(" is served at ")[1].split()[0].removesuffix("/v1")
+                address = line.split(" is served at ")[1].split("/v1")[0]
                 break
 
         def ask(number: int) -> int:

@@ -55,8 +55,8 @@ Layer = tuple[FusedLayer, LayerSettings]
 
 
 def fuse(layer: Any) -> Layer | None:
-    """The layer's weights with its projections joined, as whose parts the layer keeps them; None: it is of another kind,
-    or has adapters."""
+    """The layer's weights with its projections joined, as whose parts the layer keeps them; None: it is of another
+    kind, or has adapters."""
     if type(layer).__name__ not in LAYERS:
         return None
     attention, mlp = layer.self_attn, layer.mlp

@@ -63,10 +63,8 @@ def test_few_tensors_are_on_the_device_before_their_tasks() -> None:
     copies, body = BackgroundCopies("cpu"), encode(torch.ones(4), "fp32")
     coming = [copies.bring(body) for _ in range(MOST_AHEAD + 1)]
     assert [isinstance(each, MovingTensor) for each in coming] == [True] * MOST_AHEAD + [False]
-    for each in coming:
-        copies.decode(each)  # has come, so that no thread holds on to it
+    copies._threads[TO_DEVICE].submit(len, ()).result(10)  # all have come, and no thread holds on to one
     coming.pop(0)
-    del each
     found = copies.bring(body)
     assert isinstance(found, MovingTensor), "the place of one that was dropped"
 

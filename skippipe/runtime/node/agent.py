@@ -321,7 +321,6 @@ class NodeAgent:
         if self._welcome is not None and self._thread.built:
             welcome, self._welcome = self._welcome, None
             self._machine.executor_ready(welcome.origin, welcome.assignment)
-        self._outbox.flush()
         while self._thread.done:
             self._running -= 1
             self._machine.finished(*self._thread.done.popleft())
@@ -332,6 +331,7 @@ class NodeAgent:
                 raise DeclaredDead(self._machine.stopped.reason)
             raise Stopped(self._machine.stopped.reason)
         self._machine.decide()
+        self._outbox.flush()  # encrypts: the next operation runs meanwhile
         if not self._running:
             self._busy_since = None
         self._check_coordinator()
