@@ -8,7 +8,7 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
-	bench-train bench-serve clean
+	bench-train bench-serve gpu-bundle clean
 
 demo: $(READY)
 	$(BIN)/python examples/lose_half.py
@@ -111,6 +111,9 @@ bench-train: $(READY)
 
 bench-serve: $(READY)
 	$(BIN)/python -m benchmarks.serving
+
+gpu-bundle: $(READY)  # for a GPU machine without a package index: what it lacks, in a folder to carry along
+	$(BIN)/python -m benchmarks.gpu_bundle
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,11 +1,16 @@
 """Decoding side by side with transformers: the same model, the same prompts, in turns.
 
     python -m benchmarks.decoding [--checkpoint FOLDER [--cut 6]] [--device cuda] [--tokens 128] [--rounds 5]
+    python -m benchmarks.decoding --model llama-500m --device cuda --dtype bf16 --only static
     python -m benchmarks.decoding --checkpoint FOLDER --draft 0 --draft 0,1 --only drafts
 
 Tokens/s of decoding, prompts aside: the time for all tokens less the time for the first one. Then drafts: how much
 faster than without, by stages that draft, for several texts one after another. Prompts are passages of a text that the
 model was not trained on. Without a checkpoint weights are random, as are prompts, and what drafts get right.
+
+With `--only static`: 8 texts of unequal length with static shapes, compiled on a GPU, against transformers as it comes,
+and with its static cache, which it compiles on a GPU by itself. Share of the memory rate: the time in which the weights
+could be read once, at the rate of a large copy on the device, as a share of the time of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,10 +32,11 @@ from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.inference.engine import Decoder, GenerationEngine, TokenByToken
 from skippipe.inference.request import GenerationRequest, SamplingParams
 from skippipe.inference.speculative import Speculator, parse_draft, pick_draft
+from skippipe.inference.static_decoding import StaticDecoder
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.stage_subset import StageSubset
-from skippipe.workload import ModelShape, Workload
+from skippipe.workload import MODELS, ModelShape, Workload
 
 STAGES = 6
 SAMPLE_TOKENS = 48  # by which 'auto' picks a draft
@@ -51,16 +57,17 @@ class NoText:
         return " " * len(tokens)
 
 
-def random_model(device: str) -> StagedModel:
-    spec = ModelSpec(llama_config(SMALL, initializer_range=0.1), seed=0)
-    ranges = enumerate(layer_ranges(Workload(SMALL).layer_split(STAGES)))
+def random_model(device: str, shape: ModelShape = SMALL) -> StagedModel:
+    spec = ModelSpec(llama_config(shape, initializer_range=0.1 if shape is SMALL else 0.02), seed=0)
+    ranges = enumerate(layer_ranges(Workload(shape).layer_split(STAGES)))
     stages = [StageModel(spec, each, ends=number == 0).eval().to(device) for number, each in ranges]
     return StagedModel(stages, NoText(), 0, 8192, device)
 
 
 def theirs_of(staged: StagedModel, kind: DtypeName) -> Any:
     """The whole model in transformers, with the same weights; nothing ends a text."""
-    model: Any = AutoModelForCausalLM.from_config(staged.stages[0].spec.config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+    with torch.device(staged.device):
+        model: Any = AutoModelForCausalLM.from_config(staged.stages[0].spec.config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     weights = {name: each for stage in staged.stages for name, each in stage.named_weights()}
     with torch.no_grad():
         for name, each in model.named_parameters():
@@ -69,11 +76,12 @@ def theirs_of(staged: StagedModel, kind: DtypeName) -> Any:
     return model.to(device=staged.device, dtype=DTYPES[kind]).eval()
 
 
-def theirs(model: Any, prompts: Prompts, tokens: int) -> list[list[int]]:
+def theirs(model: Any, prompts: Prompts, tokens: int, **options: Any) -> list[list[int]]:
     width = max(map(len, prompts))
     padded = torch.tensor([[*[0] * (width - len(each)), *each] for each in prompts], device=model.device)
     seen = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in prompts], device=model.device)
-    made = model.generate(padded, attention_mask=seen, do_sample=False, max_new_tokens=tokens, pad_token_id=0)
+    options |= {"do_sample": False, "max_new_tokens": tokens, "pad_token_id": 0}
+    made = model.generate(padded, attention_mask=seen, **options)
     found: list[list[int]] = made[:, width:].tolist()
     return found
 
@@ -111,6 +119,7 @@ def seconds_of(work: Work, tokens: int) -> float:
 def side_by_side(works: Sequence[Work], tokens: int, rounds: int) -> list[list[float]]:
     """Seconds of decoding in each round, for each of the works, which take turns."""
     for work in works:
+        work(1)
         work(tokens)  # warms up
     taken: list[list[float]] = [[] for _ in works]
     for _ in range(rounds):
@@ -132,9 +141,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="of texts with drafts; default: %(default)s")
     parser.add_argument("--draft", action="append", help="stages that draft, as in 0,1; default: all that 'auto' tries")
     parser.add_argument("--temperature", type=float, default=0.0, help="of texts with drafts; default: %(default)s")
-    parser.add_argument("--only", choices=("transformers", "drafts"))
+    parser.add_argument("--only", choices=("transformers", "static", "drafts"))
+    parser.add_argument("--model", choices=MODELS, help="a shape, with random weights")
     asked = parser.parse_args()
-    staged = load(asked.checkpoint, asked.cut, asked.device) if asked.checkpoint else random_model(asked.device)
+    shape = MODELS[asked.model] if asked.model else SMALL
+    staged = load(asked.checkpoint, asked.cut, asked.device) if asked.checkpoint else random_model(asked.device, shape)
     convert(staged, asked.dtype)
     count = sum(each.numel() for stage in staged.stages for _, each in stage.named_weights())
     print(
@@ -142,10 +153,9 @@ def main() -> None:
         f"{torch.get_num_threads()} threads, {asked.tokens} tokens",
         flush=True,
     )
-    if asked.only != "drafts":
-        against_transformers(staged, asked)
-    if asked.only != "transformers":
-        drafts(staged, asked)
+    parts = {"transformers": against_transformers, "static": with_static_shapes, "drafts": drafts}
+    for name in [asked.only] if asked.only else parts:
+        parts[name](staged, asked)
 
 
 def against_transformers(staged: StagedModel, asked: argparse.Namespace) -> None:
@@ -164,6 +174,58 @@ def against_transformers(staged: StagedModel, asked: argparse.Namespace) -> None
             f"{ratio:.2f} times as fast (goal 0.9); {sum(a == b for a, b in pairs)} of {len(prompts)} texts the same",
             flush=True,
         )
+
+
+def with_static_shapes(staged: StagedModel, asked: argparse.Namespace) -> None:
+    """Printed one by one: a GPU is lent for a short time, and what comes last may not be reached."""
+    model = theirs_of(staged, asked.dtype)
+    whole = StageSubset(tuple(range(len(staged.stages))), len(staged.stages))
+    prompts = prompts_of(staged, range(4, 68, 8), asked)
+    card = asked.device.startswith("cuda")
+    compiled = StaticDecoder(staged, whole, 2**20, compiled=card)
+    works: dict[str, Work] = {
+        "static shapes": partial(ours, staged, compiled, prompts),
+        "transformers": partial(theirs, model, prompts),
+        "transformers, static cache": partial(theirs, model, prompts, cache_implementation="static"),
+        "plain": partial(ours, staged, TokenByToken(staged, whole, 2**20), prompts),
+    }
+    if card:
+        works["static shapes, not compiled"] = partial(ours, staged, StaticDecoder(staged, whole, 2**20), prompts)
+    ends = staged.stages[0]
+    assert ends.embedding is not None
+    looked_up = 0 if ends.spec.tied else next(ends.embedding.parameters()).nbytes  # of which a step reads a few rows
+    weight_bytes = sum(each.nbytes for stage in staged.stages for _, each in stage.named_weights()) - looked_up
+    rate = copy_rate(asked.device)
+    print(f"{weight_bytes / 1e9:.2f} GB of weights a step, memory rate {rate / 1e12:.2f} TB/s", flush=True)
+    expected = theirs(model, prompts, asked.tokens)
+    first_s = 0.0
+    for name, work in works.items():
+        try:
+            (taken,) = side_by_side([work], asked.tokens, asked.rounds)
+            same = sum(a == b for a, b in zip(cast(list[list[int]], work(asked.tokens)), expected, strict=True))
+        except Exception as error:  # one that cannot be compiled there does not hide the others
+            print(f"{name}: {type(error).__name__}: {str(error)[:500]}", flush=True)
+            continue
+        step_s = median(taken) / (asked.tokens - 1)
+        first_s = first_s or step_s
+        print(
+            f"{name}: {len(prompts) / step_s:,.0f} tokens/s, {1e3 * step_s:.3f} ms a step, "
+            f"{weight_bytes / rate / step_s:.0%} of the memory rate (goal 50%); "
+            f"static shapes are {step_s / first_s:.2f} times as fast; {same} of {len(prompts)} texts the same",
+            flush=True,
+        )
+
+
+def copy_rate(device: str) -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.empty(2**32 if device.startswith("cuda") else 2**24, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    taken = []
+    for _ in range(5):
+        began = clock()
+        target.copy_(source)
+        taken.append(clock() - began)
+    return 2 * len(source) / min(taken)
 
 
 def drafts(staged: StagedModel, asked: argparse.Namespace) -> None:

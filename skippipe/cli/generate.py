@@ -146,9 +146,9 @@ def _decoder(
     residual_scale: str,
     draft_tokens: int | None,
 ) -> Decoder:
-    from skippipe.inference.engine import TokenByToken
+    from skippipe.inference.static_decoding import decoder_for
 
-    plain = TokenByToken(staged, subset, cache_tokens)
+    plain = decoder_for(staged, subset, cache_tokens)
     if draft is None:
         return plain
     from skippipe.inference.engine import GenerationEngine

@@ -144,17 +144,26 @@ class StageCache:
         """Tokens that a slot holds."""
         return self._lengths.get(slot, 0)
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Slots, and tokens that each has room for. While it stays as it is, tensors keep their places."""
+        return self._slots, self._room
+
     def begin(self, rows: BatchRows, device: torch.device) -> CacheView:
         """Makes room for a batch; to be called before the layers of a pass."""
+        self.extend(rows)
+        return CacheView(self, rows, device)
+
+    def extend(self, rows: BatchRows) -> None:
+        """Counts the tokens of a batch, which are written then, and makes room for them."""
         assert len(set(rows.slots)) == len(rows.slots), "a slot named twice"
         for slot, start, count in zip(rows.slots, rows.starts, rows.counts, strict=True):
             assert not count or start <= self.length(slot), f"slot {slot} ends before token {start}"
-        self._make_room(max(rows.slots) + 1, rows.end)
+        self.reserve(max(rows.slots) + 1, rows.end)
         for slot, start, count in zip(rows.slots, rows.starts, rows.counts, strict=True):
             if count:
                 self._lengths[slot] = start + count
                 self._touched[slot] = max(start + count, self._touched.get(slot, 0))
-        return CacheView(self, rows, device)
 
     @torch.inference_mode()
     def free(self, slot: int) -> None:
@@ -186,7 +195,8 @@ class StageCache:
         return [store for pair in self.stores if pair is not None for store in pair]
 
     @torch.inference_mode()
-    def _make_room(self, slots: int, tokens: int) -> None:
+    def reserve(self, slots: int, tokens: int) -> None:
+        """Makes room for so many slots, of so many tokens each; CacheFull if that is too much."""
         if slots <= self._slots and tokens <= self._room:
             return
         used = max(slots, *(slot + 1 for slot in self._touched)) if self._touched else slots
@@ -280,14 +290,22 @@ class CachedStage:
         self.model.set_hop(hop)
         for layer, window in zip(self.model.layers, self._windows, strict=True):
             output = layer(output, attention_mask=masks[window], position_embeddings=rotation, past_key_values=past)
+        return self.handed_on(hidden, output, residual_scale, hop)
+
+    def handed_on(self, hidden: Tensor, output: Tensor, residual_scale: float, hop: Hop | None) -> Tensor:
+        """What the stage hands on, from its input and the output of its layers."""
         return self.model.cross(output if residual_scale == 1.0 else torch.lerp(hidden, output, residual_scale), hop)
+
+    def rotations(self, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all positions before `end`, and perhaps more: [1, positions, head size]."""
+        if self._rotations is None or self._rotations[0].shape[1] < end:
+            self._rotations = self.model.rotary(like, torch.arange(2 * end, device=like.device)[None])
+        return self._rotations
 
     def _rotation(self, rows: BatchRows, positions: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, out of a table: they depend on nothing else."""
         end = max(rows.starts) + rows.width
-        if self._rotations is None or self._rotations[0].shape[1] < end:
-            self._rotations = self.model.rotary(like, torch.arange(2 * end, device=like.device)[None])
-        cosines, sines = self._rotations
+        cosines, sines = self.rotations(end, like)
         if positions is None:
             return cosines[:, rows.starts[0] : end], sines[:, rows.starts[0] : end]
         return cosines[0, positions], sines[0, positions]
@@ -308,19 +326,31 @@ class StageChain:
         self.visits = visits
         self.residual_scale = residual_scale
         self._hops = hops or {}
-        self._stages = [CachedStage(models[number], max_tokens) for number in visits]
+        self.stages = [CachedStage(models[number], max_tokens) for number in visits]
 
     def forward(self, hidden: Tensor, rows: BatchRows) -> Tensor:
-        for number, stage in zip(self.visits, self._stages, strict=True):
-            hidden = stage.forward(hidden, rows, self.residual_scale if number else 1.0, self._hops.get(number))
+        for number, stage in zip(self.visits, self.stages, strict=True):
+            hidden = stage.forward(hidden, rows, *self.way_on(number))
         return hidden
 
+    def way_on(self, number: int) -> tuple[float, Hop | None]:
+        """How much a stage adds, and where the path goes on from it, if not to the next one."""
+        return self.residual_scale if number else 1.0, self._hops.get(number)
+
+    def extend(self, rows: BatchRows) -> None:
+        for stage in self.stages:
+            stage.cache.extend(rows)
+
+    def reserve(self, slots: int, tokens: int) -> None:
+        for stage in self.stages:
+            stage.cache.reserve(slots, tokens)
+
     def free(self, slot: int) -> None:
-        for stage in self._stages:
+        for stage in self.stages:
             stage.cache.free(slot)
 
     def move(self, source: int, target: int) -> None:
-        for stage in self._stages:
+        for stage in self.stages:
             stage.cache.move(source, target)
 
 

@@ -70,7 +70,9 @@ class Decoder(ABC):
 
     def _logits(self, hidden: Tensor, generations: Sequence[Generation], drafted: Sequence[Sequence[int]]) -> Tensor:
         """Logits with the penalties and biases of the requests."""
-        values = logits(self._staged.stages[0], hidden)
+        return self._changed(logits(self._staged.stages[0], hidden), generations, drafted)
+
+    def _changed(self, values: Tensor, generations: Sequence[Generation], drafted: Sequence[Sequence[int]]) -> Tensor:
         if not any(generation.request.sampling.changes_logits for generation in generations):
             return values
         new = drafted or [()] * len(generations)

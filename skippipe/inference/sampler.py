@@ -31,8 +31,7 @@ STEP, FIRST, SECOND = map(_signed, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94
 @torch.inference_mode()
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """A token for each row of [rows, vocabulary]; `positions` are those that the tokens will have."""
-    highest, chosen = _highest(logits, params, positions)
-    return _check_finite(torch.stack([highest.double(), chosen.double()]))[0]
+    return TokenReader(*choose(logits, params, positions)).tokens()
 
 
 @torch.inference_mode()
@@ -40,18 +39,39 @@ def sample_with_probabilities(
     logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> tuple[list[int], list[float]]:
     """Tokens as by `sample`, and their probabilities by the model."""
-    highest, chosen = _highest(logits, params, positions)
+    highest, chosen = choose(logits, params, positions)
     probabilities = (logits.gather(-1, chosen[:, None])[:, 0] - logits.logsumexp(-1)).exp()
     return _check_finite(torch.stack([highest.double(), chosen.double(), probabilities.double()]))
 
 
-def _highest(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The highest logit of each row, and the token that is sampled; both stay on the device."""
     highest, chosen = logits.max(-1)  # NaN counts as the highest
     some = [row for row, sampling in enumerate(params) if sampling.temperature]
     if some:
         rows = logits if len(some) == len(params) else logits[some]
         chosen[some] = _sample_random(rows, [params[row] for row in some], [positions[row] for row in some])
     return highest, chosen
+
+
+class TokenReader:
+    """Tokens on their way from the device. What is launched after them does not make them wait."""
+
+    def __init__(self, highest: Tensor, chosen: Tensor) -> None:
+        """As `choose` gives them."""
+        self._found = torch.stack([highest.double(), chosen.double()])
+        self._arrived: torch.cuda.Event | None = None
+        if self._found.is_cuda:
+            there = torch.cuda.current_stream(self._found.device)
+            here = torch.empty(self._found.shape, dtype=self._found.dtype, pin_memory=True)
+            self._found = here.copy_(self._found, non_blocking=True)
+            self._arrived = there.record_event()
+
+    def tokens(self) -> list[int]:
+        """UserError if a logit is not finite."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return _check_finite(self._found)[0]
 
 
 def _check_finite(found: Tensor) -> tuple[list[int], list[float]]:

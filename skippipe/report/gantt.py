@@ -5,13 +5,14 @@ passes, dark in backward passes, darker still for the weight gradients of a spli
 waited for its node (a collision) is a thin strip under the row.
 
 The Chrome trace event format opens in ui.perfetto.dev or chrome://tracing: one thread a node, one slice a task, and an
-arrow for every hop of a microbatch. Times there are in microseconds.
+arrow for every hop of a microbatch; of a GPU, two more threads with the copies to it and from it. Times there are in
+microseconds.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +23,7 @@ from skippipe.cost_model import ns, seconds
 from skippipe.dispatch import is_weights
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.runs.records import KINDS, TASKS, RecordedIteration, TraceBar
+from skippipe.runs.records import COPY_ROWS, KINDS, TASKS, RecordedIteration, TraceBar
 from skippipe.timeline import HUES, BarKind, Task, Timeline
 
 NEUTRAL = {BarKind.WAITING: "#9A9A9A", BarKind.AVERAGING: "#D9D9D9", BarKind.OPTIMIZER: "#4D4D4D"}
@@ -212,6 +213,25 @@ def trace_events(plan: Plan, timeline: Timeline, process: str = "plan") -> dict[
         "displayTimeUnit": "ms",
         "otherData": {"cluster": plan.cluster.name, "strategy": plan.strategy, "timing": str(timeline.timing)},
     }
+
+
+def copy_events(plan: Plan, copies: Mapping[int, Sequence[Sequence[int]]]) -> list[dict[str, Any]]:
+    """Copies between host and device, in two rows for each node that has some: lane, microbatch, step, direction, start
+    and end of each."""
+    events = []
+    for node, rows in copies.items():
+        for direction, name in enumerate(("to device", "to host")):
+            row = COPY_ROWS + 2 * node + direction
+            label = f"{plan.cluster.nodes[node].name}: {name}"
+            events.append(_event("M", row, name="thread_name", args={"name": label}))
+            events.append(_event("M", row, name="thread_sort_index", args={"sort_index": row}))
+            for lane, microbatch, step, way, start_ns, end_ns in rows:
+                if way == direction:
+                    times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+                    args = {"lane": lane, "microbatch": microbatch, "step": step}
+                    what = {"name": f"{name} lane {lane} #{microbatch}", "cat": "copy"}
+                    events.append(_event("X", row, **what, **times, args=args))
+    return events
 
 
 def merged_traces(traces: list[dict[str, Any]]) -> dict[str, Any]:

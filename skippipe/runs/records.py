@@ -25,6 +25,7 @@ CHECKPOINTED = "checkpointed"  # an event that is in no file: a complete checkpo
 
 LinkBytes = list[tuple[str, str, int]]
 """Sender, receiver and bytes of every link."""
+COPY_ROWS = 10**6  # the first row of copies between host and device in a trace: behind those of all nodes
 KINDS = tuple(kind for kind in BarKind if kind is not BarKind.WAITING)
 """The kinds of bars; `TraceBar.kind` is an index into it."""
 TASKS = frozenset(map(KINDS.index, TASK_KINDS))
@@ -273,7 +274,8 @@ def recorded_of(trace: Any, iteration: int) -> RecordedIteration:
         events = trace["traceEvents"]
         names = [event for event in events if event["ph"] == "M"]
         tracks = {event["pid"]: event["args"]["name"] for event in names if event["name"] == "process_name"}
-        labels = {event["tid"]: event["args"]["name"] for event in names if event["name"] == "thread_name"}
+        threads = [event for event in names if event["name"] == "thread_name" and event["tid"] < COPY_ROWS]
+        labels = {event["tid"]: event["args"]["name"] for event in threads}
         rows = tuple(_row(labels[number]) for number in range(len(labels)))
         bars: dict[str, list[TraceBar]] = {"planned": [], "measured": []}
         for event in events:

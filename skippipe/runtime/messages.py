@@ -60,7 +60,6 @@ class RequestCallback(ControlMessage, frozen=True):
 
     peer: str
     token: str
-    """For the peer to show."""
     port: Count
     """Where the node takes such calls; 0: nowhere."""
 
@@ -113,12 +112,11 @@ class Validated(ControlMessage, frozen=True):
 
 
 class DrainAck(ControlMessage, frozen=True):
-    """The answer to `Drain`: the microbatches in this node's sum of gradients."""
+    """The answer to `Drain`: lane and microbatch of all that are in this node's sum of gradients."""
 
     iteration: Count
     epoch: Count
     visits: list[list[Count]]
-    """Lane and microbatch of each."""
 
 
 class Averaged(ControlMessage, frozen=True):
@@ -141,6 +139,8 @@ class Averaged(ControlMessage, frozen=True):
     closing: list[Count] = []
     """When averaging began and ended, in ns since the iteration began here; and how many ns the optimizer step before
     it took, 0 if there was none. Empty unless recorded."""
+    copies: list[list[Count]] = []
+    """Lane, microbatch and step of a task, 0: to its device or 1: from it, start and end of the copy; likewise."""
 
 
 class Recovered(ControlMessage, frozen=True):

@@ -27,6 +27,7 @@ from skippipe.model.sharded_stage import ShardedStep
 from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.interface import BLOCK
+from skippipe.runtime.device_copies import Copies, copies_of
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
 from skippipe.runtime.node.ops import (
     LEAST_VALUES,
@@ -53,7 +54,7 @@ from skippipe.runtime.node.ops import (
 )
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.transport.message import GradientPiece, Message
+from skippipe.transport.message import GradientPiece, Hop, Message
 from skippipe.workload import Workload
 
 CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
@@ -79,10 +80,12 @@ class StageExecutor:
         packing: bool = True,
         make_averager: MakeAverager = GradientAverager,
         held_out: BatchSampler | None = None,
+        copies: Copies | None = None,
     ) -> None:
         """`layers` are those of every stage. The nodes of stage 0, where microbatches begin, need a `sampler`, and one
-        of `held_out` samples if these are evaluated while training."""
+        of `held_out` samples if these are evaluated while training. `copies`: None for those that its device needs."""
         self.tasks = cast(StageStep, tasks)  # a `ShardedStep` has all that is used here
+        self._copies = copies or copies_of(tasks.device)
         self._stage = stage
         self._layers = layers
         self._spec = spec
@@ -119,9 +122,9 @@ class StageExecutor:
     def run(self, work: Op) -> Any:
         match work:
             case StageTask():
-                return self._task(work)
+                return self._settled(self._task(work))
             case EvaluateSamples():
-                return self._evaluate(work)
+                return self._settled(self._evaluate(work))
             case DropMicrobatch():
                 return self.tasks.drop((work.lane, work.microbatch))
             case ClearGradients():
@@ -168,7 +171,25 @@ class StageExecutor:
             return False
         if isinstance(header, GradientPiece):
             return self._averager.fits(body, expected, expected.transfers[header.transfer].piece)
+        return self._is_hop(body)
+
+    def _is_hop(self, body: EncodedTensor) -> bool:
         return body.shape == self._shape and body.dtype in self._wire_dtypes
+
+    def prefetch(self, message: Message) -> Message:
+        """The message, whose tensor is on its way to the device if a task is going to need it there. Called on another
+        thread than `run`."""
+        body = message.body
+        if not isinstance(message.header, Hop) or not isinstance(body, EncodedTensor) or not self._is_hop(body):
+            return message
+        return replace(message, body=self._copies.bring(body))
+
+    def _settled(self, result: OpResult) -> OpResult:
+        """A result that was computed, apart from what is on its way to the host; within one process nobody waits."""
+        if not self._packing:
+            return result
+        self._copies.settle()
+        return result if result.loss is None else result._replace(loss=float(result.loss))
 
     def _check_finite(self) -> bool:
         self.tasks.weights.collect()
@@ -348,8 +369,8 @@ class StageExecutor:
         """What goes to the next node; with conversations, activations say where they begin."""
         dtype = dtype or self._wire_dtype
         if starts is not None:
-            return replace(encode(tensor, dtype, share=True), starts=np.packbits(starts).tobytes())
-        return encode(tensor, dtype, share=True) if self._packing else CODECS[dtype].rounded(tensor)
+            return replace(self._copies.encode(tensor, dtype), starts=np.packbits(starts).tobytes())
+        return self._copies.encode(tensor, dtype) if self._packing else CODECS[dtype].rounded(tensor)
 
     def _starts(self, given: Any) -> Starts | None:
         """Where conversations begin in activations that came."""
@@ -364,10 +385,10 @@ class StageExecutor:
 
     def _decode_hop(self, given: Any) -> Tensor:
         if isinstance(given, EncodedTensor):
-            if given.shape != self._shape or given.dtype not in self._wire_dtypes:
+            if not self._is_hop(given):
                 wanted = f"{' or '.join(sorted(self._wire_dtypes))} {list(self._shape)}"
                 raise ValueError(f"a {given.dtype} tensor of shape {list(given.shape)} came instead of {wanted}")
-            return decode(given, self.tasks.device)
+            return self._copies.decode(given)
         tensor: Tensor = given
         return tensor.float()
 

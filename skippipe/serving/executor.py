@@ -16,6 +16,7 @@ from skippipe.errors import UserError
 from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
 from skippipe.inference.logits_processor import LogitsContext, process_logits, token_logprobs
 from skippipe.inference.sampler import sample
+from skippipe.inference.static_stage import StaticStage
 from skippipe.model.stage import StageModel
 from skippipe.serving.step_protocol import ForwardStep, FreeSlots, SampleTokens, ServingWork, StepOutput, StepRefused
 from skippipe.transport.message import Message
@@ -70,7 +71,8 @@ class ServingExecutor:
     def _forward(self, work: ForwardStep) -> Tensor:
         step = work.step
         if step.route not in self._routes:
-            self._routes[step.route] = CachedStage(self._model, self._cache_tokens)
+            kind = StaticStage if self._device.type == "cuda" else CachedStage
+            self._routes[step.route] = kind(self._model, self._cache_tokens)
         stage = self._routes[step.route]
         for slot in step.freed:
             stage.cache.free(slot)

@@ -25,10 +25,11 @@ from skippipe.cost_model import ns
 from skippipe.errors import UserError
 from skippipe.json_fields import write_text
 from skippipe.plan import Plan
-from skippipe.report.gantt import merged_traces, trace_events
+from skippipe.report.gantt import copy_events, merged_traces, trace_events
 from skippipe.runs.records import COUNTED, metrics_of
 from skippipe.runs.tail import trace_name
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, ValidationReport
+from skippipe.runtime.node.copies import TO_DEVICE
 from skippipe.simulator import node_use
 from skippipe.skip_schedule import PathLength, parts_of, path_length_text
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
@@ -78,6 +79,17 @@ def _recorded_tasks(plan: Plan, node: int, rows: Sequence[Sequence[int]]) -> Ite
     devices = sorted({task.device for task in whole})
     for task in whole:
         yield task if devices[-1] < workers else task._replace(device=min(devices.index(task.device), workers - 1))
+
+
+def copy_wait_s(report: IterationReport) -> dict[int, float]:
+    """Node → seconds of a recorded iteration in which its tasks were begun and waited for what they need to come to the
+    device."""
+    waited: dict[int, float] = {}
+    for node, rows in report.copies.items():
+        begun_ns = {tuple(task[:3]): task[4] for task in report.tasks.get(node, ())}
+        came = ((tuple(row[:3]), row[5]) for row in rows if row[3] == TO_DEVICE)
+        waited[node] = sum(max(0, end_ns - begun_ns.get(task, end_ns)) for task, end_ns in came) / 1e9
+    return waited
 
 
 class CallbackList(Callback):
@@ -313,6 +325,7 @@ class TraceFiles(Callback):
         if plan is None or not report.tasks:
             return
         tracks = [trace_events(plan, recorded_timeline(plan, report), "measured")]
+        tracks[0]["traceEvents"] += copy_events(plan, report.copies)
         if plan.expected is not None:
             tracks.insert(0, trace_events(plan, plan.expected, "planned"))
         trace = merged_traces(tracks)

@@ -17,6 +17,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
+from skippipe.runtime.device_copies import Copies
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.ops import AdoptPiece, ContributePiece, GradNorm, OptimizerStep
 from skippipe.runtime.stage_executor import StageExecutor
@@ -40,6 +41,7 @@ def computer_of(
     recompute: bool = False,
     make_averager: MakeAverager = GradientAverager,
     optimizer: str = "adamw",
+    copies: Copies | None = None,
     **workload: Any,
 ) -> StageExecutor:
     spec = ModelSpec(tiny(family, num_hidden_layers=sum(layers), **(config or {})), seed)
@@ -56,7 +58,7 @@ def computer_of(
     )
     text = np.random.default_rng(1).integers(0, 97, 2000)
     sampler = BatchSampler(text, SEQUENCE, 3, MICROBATCHES, SAMPLES) if stage == 0 else None
-    return StageExecutor(stage, layers, work, spec, tasks, sampler, make_averager=make_averager)
+    return StageExecutor(stage, layers, work, spec, tasks, sampler, make_averager=make_averager, copies=copies)
 
 
 def noise(seed: int, *shape: int) -> torch.Tensor:

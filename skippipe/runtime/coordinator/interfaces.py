@@ -201,6 +201,8 @@ class IterationReport:
     """The plan of this iteration; None in one process."""
     closing: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Node → when it began and ended to average, and how long its step took, if they were recorded (see `Averaged`)."""
+    copies: dict[int, list[list[int]]] = field(default_factory=dict)
+    """Node → its copies between host and device, if they were recorded (see `Averaged`)."""
 
     @property
     def promised_s(self) -> float | None:

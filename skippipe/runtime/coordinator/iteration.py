@@ -208,6 +208,7 @@ class Iteration:
             visits=tuple(self.visits),
             plan=self.plan,
             closing={node: tuple(report.closing) for node, report in reports if report.closing},
+            copies={node: report.copies for node, report in reports if report.copies},
         )
 
     def _on_returned(self, node: int, control: MicrobatchDone) -> None:
@@ -231,6 +232,7 @@ class Iteration:
             and all(len(row) == 2 and row[0] < nodes for row in report.sent_bytes)
             and all(len(row) in (6, 7) and row[0] < lanes for row in report.tasks)
             and len(report.closing) in (0, 3)
+            and all(len(row) == 6 and row[0] < lanes and row[3] < 2 for row in report.copies)
         )
         if not sound:
             self.evict(node, "its report is of nothing that is in the plan")

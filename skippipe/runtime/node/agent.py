@@ -44,6 +44,7 @@ from skippipe.runtime.messages import (
     from_json,
     to_json,
 )
+from skippipe.runtime.node.copies import Outbox
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThreads
 from skippipe.runtime.node.peer_links import PeerLinks
@@ -110,6 +111,7 @@ class NodeAgent:
         self._links = PeerLinks(self._mailbox, self._join_config.name)
         self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._delayed = DelayQueue()
+        self._outbox = Outbox(self._send_tensor, self._mailbox.wake)
         self._machine: StateMachine | None = None
         self._welcome: Welcome | None = None
         """The assignment to the stage that is being built."""
@@ -183,6 +185,9 @@ class NodeAgent:
         return time.monotonic_ns()
 
     def send(self, receiver: int, message: Message) -> None:
+        self._outbox.send(receiver, message)
+
+    def _send_tensor(self, receiver: int, message: Message) -> None:
         if self._uplink is None or message.body is None or receiver == COORDINATOR:
             self._send(self._names[receiver], message)
         else:
@@ -331,6 +336,7 @@ class NodeAgent:
                 raise DeclaredDead(self._machine.stopped.reason)
             raise Stopped(self._machine.stopped.reason)
         self._machine.decide()
+        self._outbox.flush()  # encrypts: the next operation runs meanwhile
         if not self._running:
             self._busy_since = None
         self._check_coordinator()
@@ -357,8 +363,8 @@ class NodeAgent:
         if received.peer == THE_COORDINATOR and message.kind is MessageKind.STATE_PIECE:
             self._machine.receive(COORDINATOR, message)
         elif message.kind is not MessageKind.CONTROL:
-            if received.peer in self._numbers:
-                self._machine.receive(self._numbers[received.peer], message)
+            if received.peer in self._numbers and self._thread is not None:
+                self._machine.receive(self._numbers[received.peer], self._thread.prefetch(message))
         elif (control := self._control(received)) is None:
             return
         elif received.peer != THE_COORDINATOR:

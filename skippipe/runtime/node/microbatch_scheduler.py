@@ -17,6 +17,7 @@ from skippipe import dispatch
 from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.messages import Averaged, MicrobatchDone, Reroute
+from skippipe.runtime.node.copies import CopyTimes, MovingTensor
 from skippipe.runtime.node.interfaces import NodeEnv
 from skippipe.runtime.node.ops import DropMicrobatch, OpQueue, OpResult, StageTask
 from skippipe.runtime.routing import apply_reroute, routes_of
@@ -101,6 +102,8 @@ class MicrobatchScheduler:
         self.record: list[list[int]] = []
         self.took_ns: dict[int, list[int]] = {}
         """Kind of task → number of tasks, and ns that they took."""
+        self._copies: list[tuple[StageTask, CopyTimes]] = []
+        """Of recorded tasks: copies of what they were given, and of what they made."""
         self.lag_ns: dict[int, int] = {}
         """Sender → the least time that a hop took from there."""
         self.sent_bytes: Counter[int] = Counter()
@@ -162,6 +165,7 @@ class MicrobatchScheduler:
         running = self._running.pop(which)
         now_ns = self._env.now_ns()
         self._time(running, now_ns)
+        self._note_copies(task, result.payload)
         if step == length:
             self._headed.add(which)
             self._losses[which] = result.loss
@@ -257,6 +261,12 @@ class MicrobatchScheduler:
         sums[0] += 1
         sums[1] += now_ns - start_ns
 
+    def _note_copies(self, task: StageTask, payload: Any) -> None:
+        """Not the tensors, which would stay on the device."""
+        for tensor in (task.given, payload) if self._recorded else ():
+            if isinstance(tensor, MovingTensor) and tensor.copy is not None:
+                self._copies.append((replace(task, given=None), tensor.copy.times))
+
     # Reports
 
     def averaging_begins(self) -> None:
@@ -275,6 +285,14 @@ class MicrobatchScheduler:
             speeds=[[kind, *sums] for kind, sums in sorted(self.took_ns.items())],
             lags=[[sender, lag_ns / 1e9] for sender, lag_ns in sorted(self.lag_ns.items())],
             closing=list(times_ns) if self._recorded else [],
+            copies=[
+                [
+                    *(task.lane, task.microbatch, task.step, each.direction),
+                    *(max(0, at_ns - self._begun_ns) for at_ns in (each.began_ns, each.ended_ns)),
+                ]
+                for task, each in self._copies
+                if each.ended_ns
+            ],
         )
 
     # Hops

@@ -351,6 +351,12 @@ class OpThreads:
     def fits(self, message: Message, expected: Any) -> bool:
         return self._executor is not None and self._executor.fits(message, expected)
 
+    def prefetch(self, message: Message) -> Message:
+        """The message, whose tensor is on its way to the device if the executor wants it there before its task."""
+        begin = getattr(self._executor, "prefetch", None)
+        found: Message = message if begin is None else begin(message)
+        return found
+
     def stop(self) -> None:
         """End after the operations that run now."""
         for queue in self._queues:

@@ -1,0 +1,239 @@
+"""Every part of SkipPipe on a card, one after another, most valuable first; each with a time limit, its output kept.
+
+    PYTHONPATH=gpu-bundle python -m benchmarks.on_gpu [-o on-gpu.jsonl] [--within 1200] [--only nodes,decoding-500m]
+    python -m benchmarks.on_gpu --device cpu          # the same programs at small sizes, without a card
+
+A part is a command. Its line of JSON is written when it ends: name, command, exit status (124: past its limit),
+seconds, and the end of what it printed. A part that fails does not keep the others from running. What would begin after
+`--within` seconds is left out, and named at the end. Only the standard library is needed here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+KEPT_CHARACTERS = 6_000  # of a part's output
+TIMED_OUT = 124
+END_S = 10.0  # for a process to end after SIGINT
+PYTHON = sys.executable
+ABOUT = """
+import importlib.util, platform, torch
+wanted = "zmq msgspec typer cryptography fastapi uvicorn scipy numba transformers tokenizers safetensors triton".split()
+missing = [name for name in wanted if importlib.util.find_spec(name) is None]
+card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no card"
+print(platform.python_version(), platform.machine(), "torch", torch.__version__, card)
+print("missing:", *missing or ["nothing"])
+"""
+PLAN = """
+import sys
+from pathlib import Path
+from benchmarks.gpu import full_pipeline
+from skippipe.workload import MODELS, Workload
+from dataclasses import replace
+model, sequence, samples, device, to = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
+full_pipeline(Workload(replace(MODELS[model], vocab=2048), sequence, samples, 12), 2, device).save(to)
+"""
+JOB = """
+output = "{folder}/run"
+iterations = {iterations}
+[model]
+config = "{model}"
+[data]
+vocabulary = 2048
+[pipeline]
+plan = "{folder}/plan.json"
+[compute]
+device = "{device}"
+dtype = "{dtype}"
+compiled = {compiled}
+[report]
+recorded = 10
+"""
+
+
+class Part(NamedTuple):
+    name: str
+    limit_s: float
+    commands: tuple[Sequence[str], ...]
+    """One after another; the first that fails ends the part."""
+
+
+def module(name: str, *words: str) -> list[str]:
+    return [PYTHON, "-m", name, *words]
+
+
+def parts_of(device: str, folder: Path) -> list[Part]:
+    """All parts, at the sizes of a card or at small ones."""
+    card = device == "cuda"
+    on = ("--device", device)
+    small = ("--model", "llama-tiny", "--stages", "2", "--samples", "1", "--sequence", "64") if not card else ()
+    model, sequence, samples = ("llama-300m", 1024, 8) if card else ("llama-tiny", 64, 2)
+    dtype, compiled, iterations = ("bf16", "true", 30) if card else ("fp32", "false", 3)
+    job = folder / "job.toml"
+    plan = [PYTHON, "-c", PLAN, model, str(sequence), str(samples), device, str(folder / "plan.json")]
+    fields = {"folder": folder, "model": model, "device": device, "dtype": dtype, "compiled": compiled}
+    job.write_text(JOB.format(**fields, iterations=iterations), encoding="utf-8")
+    two = ("--processes", "--stages", "2", "--seconds", "25" if card else "1", *on)
+    profiled = ("--model", "llama-1.5b" if card else model, "--sequence", "2048" if card else "64")
+    evaluated = ("--draws", "4", "--tokens", "20000" if card else "1000")
+    cluster = str(folder / "cluster.json")
+    return [
+        Part("about", 60, ([PYTHON, "-c", ABOUT],)),
+        Part("nodes", 240, (module("benchmarks.gpu", *two, *small),)),
+        *(
+            Part(f"decoding-{shape}", 180, (module("benchmarks.decoding", *words, "--only", "static"),))
+            for shape, words in decodings(device)
+        ),
+        Part("train", 150, (plan, module("skippipe", "train", str(job), "--force"))),
+        Part("serve", 100, (module("benchmarks.on_gpu", "serve", *on, "--dtype", dtype),)),
+        Part("optimizers", 120, (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6"),)),
+        Part("codecs", 120, (module("benchmarks.codecs", *on, *(("--compiled",) if card else ("--mib", "1"))),)),
+        Part(
+            "largest",
+            240,
+            (module("benchmarks.largest", *on, *(small or ()), *(() if card else ("--iterations", "4"))),),
+        ),
+        Part(
+            "eval",
+            90,
+            (module("skippipe", "eval", "austen", "--text", "classics-val", "--keep", "1/2", *evaluated, *on),),
+        ),
+        Part("generate", 60, (module("skippipe", "generate", "austen", "It is a truth", "--stats", *on),)),
+        Part(
+            "profile",
+            90,
+            (module("skippipe", "profile", "--local", "2", *profiled, *on, "--dtype", dtype, "-o", cluster),),
+        ),
+        Part("nodes-not-encrypted", 200, (module("benchmarks.gpu", *two, *small, "--security", "none"),)),
+        Part("nodes-in-one-process", 200, (module("benchmarks.gpu", "--seconds", two[4], *on, *small),)),
+    ]
+
+
+def decodings(device: str) -> list[tuple[str, list[str]]]:
+    if device != "cuda":
+        return [("small", ["--device", device, "--tokens", "8", "--rounds", "1"])]
+    words = ["--device", device, "--dtype", "bf16", "--rounds", "3"]
+    return [("500m", [*words, "--model", "llama-500m"]), ("1.5b", [*words, "--model", "llama-1.5b"])]
+
+
+def run_part(part: Part, environment: Mapping[str, str]) -> dict[str, object]:
+    """What becomes of a part, as it is written down."""
+    began, status, output = time.monotonic(), 0, ""
+    for command in part.commands:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            said, _ = process.communicate(timeout=max(1.0, part.limit_s - (time.monotonic() - began)))
+            status = process.returncode
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
+            said, _ = process.communicate(timeout=END_S)
+            status = TIMED_OUT
+        output += said
+        if status:
+            break
+    return {
+        "part": part.name,
+        "command": [" ".join(each) for each in part.commands],
+        "status": status,
+        "seconds": round(time.monotonic() - began, 1),
+        "output": output[-KEPT_CHARACTERS:],
+    }
+
+
+def run_all(asked: argparse.Namespace) -> int:
+    """How many parts failed."""
+    began, failed, left = time.monotonic(), 0, []
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", "COLUMNS": "160"}
+    found_in = [str(Path(each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
+    environment["PYTHONPATH"] = os.pathsep.join([*found_in, str(Path(__file__).resolve().parent.parent)])
+    with tempfile.TemporaryDirectory() as folder, asked.output.open("a", encoding="utf-8") as lines:
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # what one part compiles others find
+        environment.setdefault("XDG_CACHE_HOME", f"{folder}/cache")
+        for part in parts_of(asked.device, Path(folder)):
+            if asked.only and part.name not in asked.only:
+                continue
+            if time.monotonic() - began > asked.within:
+                left.append(part.name)
+                continue
+            found = run_part(part, environment)
+            failed += bool(found["status"])
+            lines.write(json.dumps(found) + "\n")
+            lines.flush()
+            print(f"== {part.name}: status {found['status']}, {found['seconds']} s\n{found['output']}", flush=True)
+    print(f"{failed} parts failed; not begun within {asked.within:.0f} s: {', '.join(left) or 'none'}")
+    return failed
+
+
+def serve(asked: argparse.Namespace) -> None:
+    """`skippipe serve` over two nodes on the device, and clients that ask for texts side by side."""
+    from concurrent.futures import ThreadPoolExecutor
+    from urllib.request import Request, urlopen
+
+    command = module("skippipe", "serve", "austen", "--nodes", "2", "--port", "0", "--no-access-log")
+    command += ["--cut", "2", "--device", asked.device, "--dtype", asked.dtype]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert server.stdout is not None
+        address = ""
+        for line in server.stdout:
+            print(line, end="", flush=True)
+            if " is served at " in line:
+                address = line.split(" is served at ")[1].split("/v1")[0]
+                break
+
+        def ask(number: int) -> int:
+            body = {"model": "austen", "prompt": "It is a truth", "max_tokens": 64, "temperature": 0.8, "seed": number}
+            request = Request(
+                f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            )
+            with urlopen(request, timeout=60) as response:
+                return int(json.load(response)["usage"]["completion_tokens"])
+
+        for clients in (1, 8, 8):
+            began = time.monotonic()
+            with ThreadPoolExecutor(clients) as pool:
+                tokens = sum(pool.map(ask, range(clients)))
+            print(f"{clients} clients: {tokens / (time.monotonic() - began):,.0f} tokens/s", flush=True)
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(END_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", nargs="?", choices=("serve",), help="this part alone, here")
+    parser.add_argument("-o", "--output", type=Path, default=Path("on-gpu.jsonl"))
+    parser.add_argument("--within", type=float, default=1200, help="seconds after which no part begins")
+    parser.add_argument("--only", type=lambda names: names.split(","), help="names of parts")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    asked = parser.parse_args()
+    if asked.part == "serve":
+        serve(asked)
+    else:
+        sys.exit(1 if run_all(asked) else 0)
+
+
+if __name__ == "__main__":
+    main()

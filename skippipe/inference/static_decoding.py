@@ -1,0 +1,232 @@
+"""Decoding with static shapes: the step that adds one token to each sequence, as one CUDA graph.
+
+A step of a batch is hundreds of small kernels, and launching them one by one from Python takes longer than they run.
+Here all tensors of the step keep their places: tokens and positions come in the same two tensors, keys and values stay
+in the KV cache of the stages (see `fused_layers`). So on a GPU the step is recorded once for each size of batch and
+cache, and replayed; it may be compiled before. On a CPU it is the same function as it is.
+
+Rows are slots 0, 1, 2 and so on, of unequal lengths, filled up to a power of two; rows without a sequence compute
+something that nobody looks at. While the caller looks at the tokens of a step, the next step runs already, with tokens
+that never left the device; if the batch changes meanwhile, it is repeated, which overwrites all it has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from skippipe.inference.cached_stage import CachedStage, CacheFull, StageChain, logits
+from skippipe.inference.checkpoint_loader import StagedModel
+from skippipe.inference.engine import TokenByToken, rows_after
+from skippipe.inference.fused_layers import Layer, fused_layers, layer_step, position_mask
+from skippipe.inference.request import Generation
+from skippipe.inference.sampler import TokenReader, choose
+from skippipe.stage_subset import StageSubset
+
+LEAST_ROOM = 256  # tokens of a slot: each other room is another graph
+LEAST_TOKENS = 8192  # of all slots together: rooms and batches are rounded up
+MOST_COMPILED = 64  # sizes of batch and cache that a layer is compiled for
+WARM_UP = 3  # runs before a graph is recorded: kernels are compiled and chosen in them
+
+
+def recorded(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of the function, and the tensor in which each replay leaves what it returns."""
+    with torch.cuda.device(device):
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UP):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may copy meanwhile
+            made = run()
+    return graph, made
+
+
+class StaticStep:
+    """The step of one size of batch, on caches of one size: from tokens and positions to logits, all in place.
+
+    To run it twice is to run it once, as it writes the same keys and values.
+    """
+
+    def __init__(self, decoding: StaticDecoding, batch: int) -> None:
+        self.logits: Tensor
+        self._decoding = decoding
+        self._tokens = torch.zeros(batch, dtype=torch.long, device=decoding.device)
+        self._positions = torch.zeros_like(self._tokens)
+        self._rows = torch.arange(batch, device=decoding.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def load(self, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Rows without a sequence get a token at position 0 of their slots, which are free."""
+        unused = [0] * (len(self._tokens) - len(tokens))
+        both = torch.tensor([[*tokens, *unused], [*positions, *unused]])
+        if self._tokens.is_cuda:
+            both = both.pin_memory().to(self._tokens.device, non_blocking=True)
+        self._tokens.copy_(both[0])
+        self._positions.copy_(both[1])
+
+    def feed(self, chosen: Tensor) -> None:
+        """The tokens that were just chosen are the next ones."""
+        self._tokens[: len(chosen)].copy_(chosen)
+        self._positions[: len(chosen)].add_(1)
+
+    def launch(self) -> None:
+        """On a GPU it is recorded the first time."""
+        if self._graph is None and self._tokens.is_cuda:
+            self._graph, self.logits = recorded(self._run, self._tokens.device)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self.logits = self._run()
+
+    def _run(self) -> Tensor:
+        return self._decoding.run(self._tokens, self._positions, self._rows)
+
+
+class StaticDecoding:
+    """A chain of stages whose layers are all known to `fuse`, as a function of tokens and positions."""
+
+    def __init__(self, staged: StagedModel, chain: StageChain, layers: list[list[Layer]], *, compiled: bool) -> None:
+        self._staged = staged
+        self._chain = chain
+        self._layers = layers
+        """Of each stage, weights and settings of each layer."""
+        self.device = next(staged.stages[0].parameters()).device
+        self._layer = layer_step
+        if compiled:
+            limits: Any = torch._dynamo.config
+            limits.recompile_limit = max(limits.recompile_limit, MOST_COMPILED)
+            self._layer = torch.compile(layer_step, dynamic=False, fullgraph=True)
+        self._steps: dict[int, StaticStep] = {}
+        self._shape = 0, 0
+        self._rotations: list[tuple[Tensor, Tensor]] = []
+        """Of each stage; kept, because graphs read them where they are."""
+
+    @classmethod
+    def of(cls, staged: StagedModel, chain: StageChain, *, compiled: bool) -> StaticDecoding | None:
+        """None if a layer is of another kind."""
+        layers = [each for each in map(fused_layers, chain.stages) if each is not None]
+        return None if len(layers) < len(chain.stages) else cls(staged, chain, layers, compiled=compiled)
+
+    def step(self, batch: int) -> StaticStep:
+        """The step of a batch. Other caches than before make all steps of before useless."""
+        shape = self._chain.stages[0].cache.shape
+        if shape != self._shape:
+            self._steps.clear()
+            self._shape = shape
+            like = next(self._staged.stages[0].parameters())
+            self._rotations = [stage.rotations(shape[1], like) for stage in self._chain.stages]
+        if batch not in self._steps:
+            self._steps[batch] = StaticStep(self, batch)
+        return self._steps[batch]
+
+    def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
+        """Logits of the tokens that follow, [rows, vocabulary]."""
+        chain, ends = self._chain, self._staged.stages[0]
+        hidden = ends.embed(tokens)
+        windows = {window for stage in chain.stages for window in stage.cache.windows}
+        masks = {window: position_mask(positions, self._shape[1], window) for window in windows}
+        tables = zip(chain.visits, chain.stages, self._layers, self._rotations, strict=True)
+        for number, stage, layers, (cosines, sines) in tables:
+            rotation = cosines[0, positions][:, None], sines[0, positions][:, None]
+            hidden = self._stage(number, stage, layers, hidden, positions, rows, rotation, masks)
+        return logits(ends, hidden)
+
+    def _stage(
+        self,
+        number: int,
+        stage: CachedStage,
+        layers: list[Layer],
+        hidden: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        masks: dict[int | None, Tensor],
+    ) -> Tensor:
+        output = hidden
+        for (weights, settings), window, stores in zip(layers, stage.cache.windows, stage.cache.stores, strict=True):
+            assert stores is not None, "a step before a prompt"
+            output = self._layer(output, weights, settings, stores, rows, positions, rotation, masks[window])
+        return stage.handed_on(hidden, output, *self._chain.way_on(number))
+
+
+class Ahead(NamedTuple):
+    """A step that was launched before it was asked for."""
+
+    step: StaticStep
+    expects: tuple[tuple[Generation, int], ...]
+    """Of each row, its sequence, and how many tokens it has then."""
+
+
+class StaticDecoder(TokenByToken):
+    """All stages of the subset for every token, with static shapes wherever a batch allows it."""
+
+    def __init__(self, staged: StagedModel, subset: StageSubset, max_tokens: int, *, compiled: bool = False) -> None:
+        super().__init__(staged, subset, max(max_tokens, LEAST_TOKENS))
+        self._static = StaticDecoding.of(staged, self._whole, compiled=compiled)
+        self._ahead: Ahead | None = None
+
+    def begin(self, generations: Sequence[Generation]) -> list[list[int]]:
+        if self._static is not None:
+            self._reserve(max(each.slot for each in generations) + 1, generations)
+        return super().begin(generations)
+
+    @torch.inference_mode()
+    def advance(self, generations: Sequence[Generation]) -> list[list[int]]:
+        step = self._prepared(generations)
+        if step is None:
+            return super().advance(generations)
+        sampling = [each.request.sampling for each in generations]
+        values = step.logits[: len(generations)]
+        changed = any(each.changes_logits for each in sampling)
+        if changed:
+            values = self._changed(values, generations, [])
+        highest, chosen = choose(values, sampling, [len(each.tokens) for each in generations])
+        reader = TokenReader(highest, chosen)
+        if not changed:
+            self._launch_ahead(step, chosen, generations)
+        return [[token] for token in reader.tokens()]
+
+    def _prepared(self, generations: Sequence[Generation]) -> StaticStep | None:
+        """The step of these sequences, launched; None: the batch is not for static shapes."""
+        ahead, self._ahead = self._ahead, None
+        count = len(generations)
+        rows = rows_after(generations, [1] * count)
+        if self._static is None or rows.slots != tuple(range(count)):
+            return None
+        batch = 1 << (count - 1).bit_length()
+        if not self._reserve(batch, generations):
+            return None
+        self._whole.extend(rows)
+        step = self._static.step(batch)
+        expected = tuple((each, len(each.tokens)) for each in generations)
+        if ahead is None or ahead.step is not step or ahead.expects != expected:
+            step.load([each.tokens[-1] for each in generations], rows.starts)
+            step.launch()
+        return step
+
+    def _launch_ahead(self, step: StaticStep, chosen: Tensor, generations: Sequence[Generation]) -> None:
+        if max(len(each.tokens) for each in generations) >= self._whole.stages[0].cache.shape[1]:
+            return
+        step.feed(chosen)
+        step.launch()
+        self._ahead = Ahead(step, tuple((each, len(each.tokens) + 1) for each in generations))
+
+    def _reserve(self, slots: int, generations: Sequence[Generation]) -> bool:
+        """Make room for these sequences to their end; False if there is not enough for slots of equal size."""
+        longest = max(each.max_length for each in generations)
+        try:
+            self._whole.reserve(slots, max(LEAST_ROOM, 1 << (longest - 1).bit_length()))
+        except CacheFull:
+            return False
+        return True
+
+
+def decoder_for(staged: StagedModel, subset: StageSubset, max_tokens: int) -> TokenByToken:
+    """On a GPU with static shapes, not compiled, which would take longer than most texts; else plainly."""
+    static = torch.device(staged.device).type == "cuda"
+    return StaticDecoder(staged, subset, max_tokens) if static else TokenByToken(staged, subset, max_tokens)
