@@ -31,7 +31,7 @@ from zmq.utils import z85
 
 from skippipe.codecs import CODECS, Buffer, EncodedTensor, decode
 from skippipe.errors import UserError
-from skippipe.runtime import messages
+from skippipe.runtime import message_json
 from skippipe.transport.addresses import Context
 from skippipe.transport.aead import KEY_BYTES, Forged, Sealer
 from skippipe.transport.fast_path import (
@@ -127,11 +127,11 @@ def good_value(rng: random.Random, hint: Any) -> Any:
 
 def good_control(rng: random.Random) -> dict[str, Any]:
     """Of any kind that there is, whatever the kinds are by now."""
-    say = rng.choice(list(messages.MESSAGE_TYPES))
+    say = rng.choice(list(message_json.MESSAGE_TYPES))
     return {"say": say} | {name: good_value(rng, hint) for name, hint in HINTS[say].items()}
 
 
-HINTS = {say: get_type_hints(kind) for say, kind in messages.MESSAGE_TYPES.items()}
+HINTS = {say: get_type_hints(kind) for say, kind in message_json.MESSAGE_TYPES.items()}
 
 
 def good_verb(rng: random.Random) -> bytes:
@@ -329,7 +329,7 @@ def read_message(frames: list[bytes]) -> bool:
 
 def read_control(frames: list[bytes]) -> bool:
     message, _ = from_frames(frames, LIMITS)
-    said = messages.to_json(messages.from_json(message.body))
+    said = message_json.to_json(message_json.from_json(message.body))
     json.dumps(said, allow_nan=False)  # what a node has heard it can say
     return True
 

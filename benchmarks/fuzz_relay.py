@@ -19,7 +19,8 @@ from benchmarks import fuzz
 from benchmarks.fuzz import Reader, odd_json, spoiled
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.runtime.messages import Hello, from_json, to_json
+from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.messages import Hello
 from skippipe.runtime.relay_pool import RelayInfo
 from skippipe.transport.relay import CALLEE, CALLER
 from skippipe.transport.streams import Handler, StreamLoop

@@ -20,7 +20,8 @@ from itertools import cycle
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime.fencing import Incarnation, stamp_of, stamped
-from skippipe.runtime.messages import Hello, RelayGrant, Stop, from_json, to_json
+from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.messages import Hello, RelayGrant, Stop
 from skippipe.runtime.relay_pool import RELAY_HELLO_S
 from skippipe.transport.enrolment import AdmissionClient, Call, Called, NoConversation
 from skippipe.transport.keys import KeyPair

@@ -22,6 +22,7 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, HELD_UP
 from skippipe.runtime.fencing import Fence, stamp_of, stamped
+from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     CallBack,
     ControlMessage,
@@ -31,8 +32,6 @@ from skippipe.runtime.messages import (
     RequestCallback,
     Stop,
     Welcome,
-    from_json,
-    to_json,
 )
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, RelayInfo, RelayPool
 from skippipe.transport.addresses import join_address, split_all

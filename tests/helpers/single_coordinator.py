@@ -15,6 +15,7 @@ from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, 
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.coordinator.wal_records import WalRecord
+from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     Averaged,
     Begin,
@@ -31,8 +32,6 @@ from skippipe.runtime.messages import (
     Recovered,
     Reroute,
     StateRequest,
-    from_json,
-    to_json,
 )
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import Message

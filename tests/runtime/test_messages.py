@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
@@ -34,8 +35,6 @@ from skippipe.runtime.messages import (
     Stepped,
     Stop,
     Welcome,
-    from_json,
-    to_json,
 )
 from skippipe.runtime.state_source import StateSource
 

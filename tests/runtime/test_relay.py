@@ -15,7 +15,8 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime import relay as relay_module
 from skippipe.runtime.fencing import Incarnation, stamped
-from skippipe.runtime.messages import CallBack, ControlMessage, Hello, RequestCallback, from_json, to_json
+from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.messages import CallBack, ControlMessage, Hello, RequestCallback
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.relay import RelayAgent, load_line
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, SAME_ATTEMPT_S, RelayInfo, RelayPool

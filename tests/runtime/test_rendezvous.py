@@ -12,7 +12,8 @@ import pytest
 from skippipe import __version__
 from skippipe.runtime import rendezvous as rendezvous_module
 from skippipe.runtime.fencing import Incarnation, stamped
-from skippipe.runtime.messages import CallBack, ControlMessage, Heartbeat, Hello, RequestCallback, from_json, to_json
+from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.messages import CallBack, ControlMessage, Heartbeat, Hello, RequestCallback
 from skippipe.runtime.node import agent
 from skippipe.runtime.node.agent import THE_COORDINATOR, node_main
 from skippipe.runtime.rendezvous import Rendezvous

@@ -8,7 +8,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from skippipe.runtime.admission import REVOKED, Admission
-from skippipe.runtime.messages import Heartbeat, PeerUpdate, Stop, from_json, to_json
+from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.messages import Heartbeat, PeerUpdate, Stop
 from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.rendezvous import Listener

@@ -161,7 +161,7 @@ def test_any_few_faults_are_survived_with_evaluations(block: int) -> None:
 
 
 def test_an_order_is_a_message() -> None:
-    from skippipe.runtime.messages import from_json, to_json
+    from skippipe.runtime.message_json import from_json, to_json
 
     order = Validate(3, 1, 5, [[0, 2, 4], [1, 3, 5]])
     assert from_json(to_json(order)) == order

@@ -18,7 +18,8 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
-from skippipe.runtime.messages import Averaged, Stop, from_json, to_json
+from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.messages import Averaged, Stop
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import Deadlock, simulate

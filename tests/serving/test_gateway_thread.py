@@ -13,6 +13,7 @@ from skippipe import __version__
 from skippipe.inference.request import FinishReason
 from skippipe.runtime.admission import Admission
 from skippipe.runtime.fencing import Incarnation, stamped
+from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     ControlMessage,
     EndSequences,
@@ -24,8 +25,6 @@ from skippipe.runtime.messages import (
     StepFailed,
     Stop,
     Welcome,
-    from_json,
-    to_json,
 )
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.node import ServingConfig

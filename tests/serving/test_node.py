@@ -14,6 +14,7 @@ import pytest
 from msgspec import structs
 
 from skippipe.inference.request import FinishReason, SamplingParams
+from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     COORDINATOR,
     ControlMessage,
@@ -22,8 +23,6 @@ from skippipe.runtime.messages import (
     RunStep,
     Sampled,
     StepFailed,
-    from_json,
-    to_json,
 )
 from skippipe.serving.node import MAX_EARLY, EarlyMessages, ServingNode
 from skippipe.serving.routing import ServingRoute

@@ -20,6 +20,7 @@ from benchmarks.fuzz import good_control
 from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.codecs.int8 import BLOCK as INT8_BLOCK
 from skippipe.errors import UserError
+from skippipe.runtime import message_json
 from skippipe.runtime import messages as control_messages
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import (
@@ -339,12 +340,12 @@ def test_a_few_thousand_broken_inputs() -> None:
 def test_broken_control_messages_start_from_sound_ones() -> None:
     """Of every kind: otherwise nobody gets to the checks behind the first."""
     rng, taken = random.Random(0), set()
-    for _ in range(200 * len(control_messages.MESSAGE_TYPES)):
+    for _ in range(200 * len(message_json.MESSAGE_TYPES)):
         body = good_control(rng)
         with contextlib.suppress(UserError):
-            control_messages.from_json(body)
+            message_json.from_json(body)
             taken.add(body["say"])
-    assert taken == set(control_messages.MESSAGE_TYPES)
+    assert taken == set(message_json.MESSAGE_TYPES)
 
 
 @pytest.mark.parametrize(
@@ -361,20 +362,20 @@ def test_broken_control_messages_start_from_sound_ones() -> None:
     ],
 )
 def test_bad_control_messages_are_refused_with_place_and_value(change: dict[str, Any], complaint: str) -> None:
-    sound = control_messages.to_json(control_messages.Reroute(0, 1, [3], [[0, 1, 2]], []))
-    assert control_messages.to_json(control_messages.from_json(sound)) == sound
+    sound = message_json.to_json(control_messages.Reroute(0, 1, [3], [[0, 1, 2]], []))
+    assert message_json.to_json(message_json.from_json(sound)) == sound
     with pytest.raises(UserError) as caught:
-        control_messages.from_json(sound | change)
+        message_json.from_json(sound | change)
     assert str(caught.value).startswith(complaint)
 
 
 def test_a_source_of_state_that_is_none() -> None:
     good = StateSource("neighbours", (3, 4), (1, 2), (0.5, 0.5), 7, backup=(5, 2))
-    sound = control_messages.to_json(control_messages.Recover(good, 1))
-    assert control_messages.from_json(json.loads(json.dumps(sound))) == control_messages.Recover(good, 1)
+    sound = message_json.to_json(control_messages.Recover(good, 1))
+    assert message_json.from_json(json.loads(json.dumps(sound))) == control_messages.Recover(good, 1)
     for change, complaint in (({"stages": [1]}, "must be as many"), ({"kind": "guess"}, "found 'guess'")):
         with pytest.raises(UserError, match=complaint):
-            control_messages.from_json({**sound, "origin": {**sound["origin"], **change}})
+            message_json.from_json({**sound, "origin": {**sound["origin"], **change}})
 
 
 def test_messages_and_tensors_need_no_sockets() -> None:

@@ -188,7 +188,7 @@ class Coordinator:
             case Heartbeat():
                 member.activity, member.busy_s = control.doing, control.busy_s
             case Failed() if self.state in (CoordinatorState.JOINING, CoordinatorState.PREPARING):
-                self.fail(f"node '{self._name(node)}': {control.reason}")
+                self.fail(f"node '{self.membership.name(node)}': {control.reason}")
             case Failed():
                 self._remove(node, control.reason)
             case StateRequest() if self.env.checkpoint_store is not None and control.assignment == member.assignment:
@@ -258,7 +258,9 @@ class Coordinator:
             self._replanner.place(node, self.iteration)
 
     def _refuse(self, node: int, hello: Hello) -> None:
-        reason = f"node '{self._name(node)}' runs skippipe {hello.version}, this is {__version__}; use one version"
+        reason = (
+            f"node '{self.membership.name(node)}' runs skippipe {hello.version}, this is {__version__}; use one version"
+        )
         if self.state is CoordinatorState.JOINING:
             self.fail(reason)
             return
@@ -306,7 +308,7 @@ class Coordinator:
 
     def _remove(self, node: int, how: str) -> None:
         if not self.settings.recovery.fault_tolerant and self.state is not CoordinatorState.JOINING:
-            self.fail(f"node '{self._name(node)}' is gone ({how}) while it was waited for {self.state.value}")
+            self.fail(f"node '{self.membership.name(node)}' is gone ({how}) while it was waited for {self.state.value}")
             return
         self.log_event("gone", how, node)
         self.membership.remove(node)
@@ -321,7 +323,7 @@ class Coordinator:
                 self._commits.reroute(node)
             case CoordinatorState.VALIDATING if node in self.plan.stage_of:
                 self._replanner.changed = True
-                self._commits.give_up_validation(f"'{self._name(node)}' is gone", lost=True)
+                self._commits.give_up_validation(f"'{self.membership.name(node)}' is gone", lost=True)
             case CoordinatorState.STEPPING:
                 self._gather_if_stepped()
             case CoordinatorState.GATHERING:
@@ -332,7 +334,9 @@ class Coordinator:
     def link_down(self, node: int, report: LinkDown) -> None:
         """Two nodes that are alive cannot reach each other."""
         if self.state is CoordinatorState.VALIDATING and self._validation.uses(node, report.peer):
-            self._commits.give_up_validation(f"'{self._name(node)}' cannot reach '{self._name(report.peer)}'")
+            self._commits.give_up_validation(
+                f"'{self.membership.name(node)}' cannot reach '{self.membership.name(report.peer)}'"
+            )
         if self.state in (CoordinatorState.TRAINING, CoordinatorState.PAUSED):
             self._commits.link_down(node, report)
 
@@ -494,11 +498,8 @@ class Coordinator:
         self._detector.progress()
 
     def log_event(self, kind: EventKind, text: str, node: int | None = None) -> None:
-        self.callback.happened(Event(kind, self.iteration, text, "" if node is None else self._name(node)))
+        self.callback.happened(Event(kind, self.iteration, text, "" if node is None else self.membership.name(node)))
 
     def _stop_all(self, stop: Stop) -> None:
         for node in self.membership:
             self.env.send(node, stop)
-
-    def _name(self, node: int) -> str:
-        return self.membership.name(node)

@@ -27,6 +27,7 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, RESEND
 from skippipe.runtime.fencing import NO_STAMP, Incarnation, stamp_of, stamped
+from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     COORDINATOR,
     CallBack,
@@ -41,8 +42,6 @@ from skippipe.runtime.messages import (
     Stop,
     TasksDone,
     Welcome,
-    from_json,
-    to_json,
 )
 from skippipe.runtime.node.copies import Outbox
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
