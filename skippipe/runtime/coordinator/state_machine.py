@@ -188,7 +188,7 @@ class Coordinator:
             case Heartbeat():
                 member.activity, member.busy_s = control.doing, control.busy_s
             case Failed() if self.state in (CoordinatorState.JOINING, CoordinatorState.PREPARING):
-                self.fail(f"node '{self.membership.name(node)}': {control.reason}")
+                self.fail(f"node '{self._name(node)}': {control.reason}")
             case Failed():
                 self._remove(node, control.reason)
             case StateRequest() if self.env.checkpoint_store is not None and control.assignment == member.assignment:
@@ -258,9 +258,7 @@ class Coordinator:
             self._replanner.place(node, self.iteration)
 
     def _refuse(self, node: int, hello: Hello) -> None:
-        reason = (
-            f"node '{self.membership.name(node)}' runs skippipe {hello.version}, this is {__version__}; use one version"
-        )
+        reason = f"node '{self._name(node)}' runs skippipe {hello.version}, this is {__version__}; use one version"
         if self.state is CoordinatorState.JOINING:
             self.fail(reason)
             return
@@ -289,10 +287,8 @@ class Coordinator:
         self._resume_if_paused()
 
     def _resume_if_paused(self) -> None:
-        if self.state is CoordinatorState.PAUSED and self._finishing:
-            self.gather_weights()
-        elif self.state is CoordinatorState.PAUSED:
-            self._commits.restart("a plan is possible again")
+        if self.state is CoordinatorState.PAUSED:
+            self.gather_weights() if self._finishing else self._commits.restart("a plan is possible again")
 
     # Failures
 
@@ -308,7 +304,7 @@ class Coordinator:
 
     def _remove(self, node: int, how: str) -> None:
         if not self.settings.recovery.fault_tolerant and self.state is not CoordinatorState.JOINING:
-            self.fail(f"node '{self.membership.name(node)}' is gone ({how}) while it was waited for {self.state.value}")
+            self.fail(f"node '{self._name(node)}' is gone ({how}) while it was waited for {self.state.value}")
             return
         self.log_event("gone", how, node)
         self.membership.remove(node)
@@ -323,7 +319,7 @@ class Coordinator:
                 self._commits.reroute(node)
             case CoordinatorState.VALIDATING if node in self.plan.stage_of:
                 self._replanner.changed = True
-                self._commits.give_up_validation(f"'{self.membership.name(node)}' is gone", lost=True)
+                self._commits.give_up_validation(f"'{self._name(node)}' is gone", lost=True)
             case CoordinatorState.STEPPING:
                 self._gather_if_stepped()
             case CoordinatorState.GATHERING:
@@ -334,9 +330,7 @@ class Coordinator:
     def link_down(self, node: int, report: LinkDown) -> None:
         """Two nodes that are alive cannot reach each other."""
         if self.state is CoordinatorState.VALIDATING and self._validation.uses(node, report.peer):
-            self._commits.give_up_validation(
-                f"'{self.membership.name(node)}' cannot reach '{self.membership.name(report.peer)}'"
-            )
+            self._commits.give_up_validation(f"'{self._name(node)}' cannot reach '{self._name(report.peer)}'")
         if self.state in (CoordinatorState.TRAINING, CoordinatorState.PAUSED):
             self._commits.link_down(node, report)
 
@@ -410,8 +404,7 @@ class Coordinator:
             self.stop_now()
 
     def stop_now(self) -> None:
-        """Gather the weights as they are, and give up the current iteration. Before training there is nothing to
-        gather."""
+        """Give up the current iteration, and gather the weights as they are; before training there are none."""
         if self._aborts or self.over:
             return
         self._aborts = True
@@ -491,15 +484,16 @@ class Coordinator:
         self.env.append_wal({"done": self.iteration})
         self._stop_all(Stop(""))
 
-    # What the parts above share
-
     def enter(self, state: CoordinatorState) -> None:
         self.state = state
         self._detector.progress()
 
     def log_event(self, kind: EventKind, text: str, node: int | None = None) -> None:
-        self.callback.happened(Event(kind, self.iteration, text, "" if node is None else self.membership.name(node)))
+        self.callback.happened(Event(kind, self.iteration, text, "" if node is None else self._name(node)))
 
     def _stop_all(self, stop: Stop) -> None:
         for node in self.membership:
             self.env.send(node, stop)
+
+    def _name(self, node: int) -> str:
+        return self.membership.name(node)
