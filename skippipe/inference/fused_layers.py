@@ -159,10 +159,13 @@ def fused_layers(stage: CachedStage) -> list[Layer] | None:
     return found if len(found) == len(stage.model.layers) else None
 
 
-def position_mask(positions: Tensor, room: int, window: int | None) -> Tensor:
-    """What the token at each position attends to, [rows, 1, 1, room]."""
+def position_mask(positions: Tensor, room: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of the token at each position, [rows, 1, 1, room]: once for all layers, where a mask
+    of truth values would be turned into this in each."""
     others, at = torch.arange(room, device=positions.device), positions[:, None]
-    seen = others <= at
+    unseen = others > at
     if window is not None:
-        seen &= others > at - window
-    return seen[:, None, None]
+        unseen |= others <= at - window
+    return torch.zeros(unseen.shape, dtype=dtype, device=positions.device).masked_fill(unseen, -torch.inf)[
+        :, None, None
+    ]

@@ -129,7 +129,7 @@ class StaticDecoding:
         chain, ends = self._chain, self._staged.stages[0]
         hidden = ends.embed(tokens)
         windows = {window for stage in chain.stages for window in stage.cache.windows}
-        masks = {window: position_mask(positions, self._shape[1], window) for window in windows}
+        masks = {window: position_mask(positions, self._shape[1], window, hidden.dtype) for window in windows}
         tables = zip(chain.visits, chain.stages, self._layers, self._rotations, strict=True)
         for number, stage, layers, (cosines, sines) in tables:
             rotation = cosines[0, positions][:, None], sines[0, positions][:, None]

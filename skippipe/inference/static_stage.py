@@ -83,7 +83,7 @@ class StageStaticStep:
         cosines, sines = self._rotations
         rotation = cosines[0, positions][:, None], sines[0, positions][:, None]
         cache, output = self._stage.cache, self._hidden
-        masks = {window: position_mask(positions, self._room, window) for window in set(cache.windows)}
+        masks = {window: position_mask(positions, self._room, window, output.dtype) for window in set(cache.windows)}
         for (weights, settings), window, stores in zip(self._layers, cache.windows, cache.stores, strict=True):
             assert stores is not None
             output = layer_step(
