@@ -305,6 +305,7 @@ def _make_job_plan(
         offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
         bridge_parameters=spec.shape.bridge_parameters(spec.bridges, stages),
+        bridge_rank=spec.bridges,
     )
     cluster = _emulated(job, cluster, workload)
     if job.followed.phases:
@@ -481,6 +482,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
         offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
         bridge_parameters=spec.shape.bridge_parameters(spec.bridges, len(plan.stages)),
+        bridge_rank=spec.bridges,
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):

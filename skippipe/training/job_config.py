@@ -40,6 +40,9 @@ from skippipe.workload import OFFLOADS
 if TYPE_CHECKING:
     from skippipe.planner.codec_prices import CodecBudget
 
+ADVISED = {"transport.wire": "int8", "averaging.dtype": "int8"}
+"""What a new job should say, where a job that says nothing means what it always has. Codecs: −0.002 nats in a run of
+52M tokens with one seed, so no loss that it could tell, for half of the bytes of hops and a quarter of averaging's."""
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
 
 
