@@ -27,7 +27,7 @@ from skippipe.json_fields import exists
 from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, check_device, config_from, config_named
-from skippipe.model.stage import Bridges, StageModel, StandIns, layer_ranges
+from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns, layer_ranges
 from skippipe.runs.tail import model_run_id, run_id_of
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
@@ -301,7 +301,8 @@ def _stored_bridges(outline: CheckpointOutline, number: int) -> Bridges | None:
 
 
 def _add_stand_ins(stage: StageModel, outline: CheckpointOutline, number: int, weights: Mapping[str, Tensor]) -> None:
-    info, adapters = outline.stand_ins, None
+    info = outline.stand_ins
+    adapters: StageAdapters | None = None
     if info is None:
         return
     if (outline.place / MANIFEST).is_file():

@@ -156,9 +156,10 @@ class Engine:
             for each, weights in zip(bridges, self.bridge_weights, strict=True):
                 weights.values.copy_(FlatParams(each.named_parameters(), learning).values)
                 weights.reset(learning)
-            for memory in (self._sum, self._subspace):
-                if memory:
-                    memory.forget()
+            if self._sum:
+                self._sum.forget()
+            if self._subspace:
+                self._subspace.forget()
 
     def _new_subspace(self, spec: ModelSpec) -> Subspace | None:
         return Subspace(self.traffic, spec.shape.hidden, self.device) if self.traffic.subspace else None

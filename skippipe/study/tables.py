@@ -136,7 +136,7 @@ def codecs(runs: Runs) -> Table | None:
         if traffic != plain and control:
             apart = spread(gaps(runs, name, _whole, control), "+.4f")
             back = traffic["wire_back"] or (gradient_codec(traffic["wire"]) if traffic["wire"] else "")
-            hops = (traffic["wire"], back)
+            hops: tuple[str, ...] = (traffic["wire"], back)
             if traffic["subspace"]:
                 rank = f"rank {traffic['subspace']}{', fixed' * (traffic['basis'] == 'fixed')}"
                 hops = tuple(f"{rank}, {each}" if each else rank for each in hops)

@@ -143,7 +143,8 @@ class EncodingTrainer(ReferenceTrainer):
             summed.copy_(self._own[ring[0]])
         else:
             middle = 1 + (len(summed) - 2) // 2
-            for part, first, root in ((slice(0, middle), *ring), (slice(middle, None), *ring[::-1])):
+            one, other = ring
+            for part, first, root in ((slice(0, middle), one, other), (slice(middle, None), other, one)):
                 told = self._encoded(first, part, self._own[first][part], codec)
                 summed[part] = self._encoded(root, part, self._own[root][part] + told, codec)
         for node in ring:
