@@ -31,6 +31,7 @@ from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.toml_config import from_table
 from skippipe.training import build_run as build_run_module
+from skippipe.training import train_job
 from skippipe.training.backends import one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.job_config import JobConfig
@@ -200,7 +201,9 @@ def built(folder: Path, *, resumed: bool = False, **pipeline: Any) -> RunSetup:
     return build_run(from_table(JobConfig, said), request=QUICK, options=RunOptions(resumed=resumed))
 
 
-def test_a_job_lets_codecs_be_chosen_and_every_plan_of_the_run_keeps_them(tmp_path: Path) -> None:
+def test_a_job_lets_codecs_be_chosen_and_every_plan_of_the_run_keeps_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Paths of both lengths, a repair, a run that is resumed; and nodes train what one process does."""
     nats = 0.004
     made = built(tmp_path, nats=nats)
@@ -219,6 +222,8 @@ def test_a_job_lets_codecs_be_chosen_and_every_plan_of_the_run_keeps_them(tmp_pa
         assert plan.expected == simulate(plan, Timing.FULL)
         assert plan.expected.iteration_s < 0.9 * simulate(replace(plan, workload=plain), Timing.FULL).iteration_s
     assert 0 < plan_nats(three, DEFAULT_PRICES) <= nats + 1e-8
+    train_job._announce(made, promised=True)
+    assert f"codecs for {plan_nats(three, DEFAULT_PRICES):.2g} nats: hops " in capsys.readouterr().out
     lost = next(node for stage in three.stages if len(stage.nodes) > 1 for node in stage.nodes)
     members = [[node for node in stage.nodes if node != lost] for stage in three.stages]
     left = repaired(three, members, set(three.stage_of) - {lost}, budget_s=0.0)
