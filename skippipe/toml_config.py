@@ -13,6 +13,7 @@ import json
 import sys
 import textwrap
 import tomllib
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -98,15 +99,17 @@ def _typed(hint: Any, value: Any, at: str) -> Any:
     return value
 
 
-def example(dataclass_type: type[Any], place: str = "") -> str:
-    """An example file: all fields with their defaults and docstrings; those without a default are left as comments."""
+def example(dataclass_type: type[Any], place: str = "", advised: Mapping[str, Any] | None = None) -> str:
+    """An example file: all fields with their defaults and docstrings; those without a default are left as comments.
+    `advised`: fields that have another value than their default, which is named."""
+    advised = advised or {}
     hints, texts = hints_of(dataclass_type), field_texts(dataclass_type)
     plain, tables = [], []
     for field in fields(dataclass_type):
         at = _at(place, field.name)
         hint, within = split_hint(hints[field.name])
         if is_dataclass(hint):
-            tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{example(hint, at)}")  # type: ignore[arg-type]
+            tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{example(hint, at, advised)}")  # type: ignore[arg-type]
             continue
         if get_origin(hint) is list:
             within = within or split_hint(get_args(hint)[0])[1]
@@ -117,6 +120,9 @@ def example(dataclass_type: type[Any], place: str = "") -> str:
             text = f"{choices}. {text}"
         elif within is not None:
             text = f"{within}. {text}"
+        if at in advised:
+            text += f" Left out: {_literal(default)}."
+            default = advised[at]
         if text:
             plain.append(_comment(text))
         plain.append(f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_literal(default)}")

@@ -249,6 +249,8 @@ class Workload:
     bridge_parameters: Annotated[int, COUNT] = 0
     """Parameters of the bridges that begin at stage 0, which every stage counts, although later ones have fewer; 0:
     there are no bridges. With bridges, no path has a swap."""
+    bridge_rank: Annotated[int, COUNT] = 0
+    """Rank of a bridge. Every visit counts the operations of one, although hops to the next stage go over none."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -310,7 +312,8 @@ class Workload:
 
     def forward_flops(self, layers: int) -> int:
         model = layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)
-        return model + self._adapter_flops(layers)
+        bridge = 4 * self.samples_per_microbatch * self.sequence_tokens * self.model.hidden * self.bridge_rank
+        return model + (self._adapter_flops(layers) if self.adapter_parameters else bridge)
 
     def backward_flops(self, layers: int, *, recomputing: bool = True) -> float:
         """With the forward pass again, where activations are recomputed; `recomputing` False: without it. Weights that
@@ -458,7 +461,7 @@ class Workload:
         """What earlier versions knew without being told is left out, so that they can read the file."""
         left_out = (
             *(("optimizer", DEFAULT), ("collective", "ring"), ("offload", "none"), ("adapter_parameters", 0)),
-            *(("bridge_parameters", 0), ("wire_dtypes", ()), ("gradient_dtypes", ())),
+            *(("bridge_parameters", 0), ("bridge_rank", 0), ("wire_dtypes", ()), ("gradient_dtypes", ())),
         )
         return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
 
@@ -487,6 +490,7 @@ class Workload:
             wire_dtypes=tuple(_link_dtypes(entry)),
             gradient_dtypes=tuple(entry.items("gradient_dtypes")) if entry.mentions("gradient_dtypes") else (),
             bridge_parameters=entry.integer("bridge_parameters") if entry.mentions("bridge_parameters") else 0,
+            bridge_rank=entry.integer("bridge_rank") if entry.mentions("bridge_rank") else 0,
         )
         entry.close()
         return workload

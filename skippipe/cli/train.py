@@ -25,14 +25,18 @@ def job(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Print a job file with every field, its default and what it is for.
+    """Print a job file with every field, its default and what it is for; for codecs, what is advised today.
 
     Example: skippipe job -o job.toml
     """
     from skippipe.toml_config import example
-    from skippipe.training.job_config import JobConfig
+    from skippipe.training.job_config import ADVISED, JobConfig
 
-    text = f"# A job for `skippipe train`. Every field may be left out; these are the defaults.\n\n{example(JobConfig)}"
+    text = (
+        "# A job for `skippipe train`. Every field may be left out; these are the defaults,\n"
+        f"# but for {' and '.join(ADVISED)}: what they are without a word stands beside them.\n\n"
+        f"{example(JobConfig, advised=ADVISED)}"
+    )
     if output is None:
         print(text, end="")
     else:

@@ -27,7 +27,7 @@ from skippipe.json_fields import exists
 from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, check_device, config_from, config_named
-from skippipe.model.stage import StageModel, StandIns, layer_ranges
+from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns, layer_ranges
 from skippipe.runs.tail import model_run_id, run_id_of
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
@@ -102,7 +102,7 @@ def load(
     for number, each in enumerate(layer_ranges(outline.layers)):
         stage = StageModel(spec, each, ends=number == 0).eval()
         _fill(stage, weights, place)
-        _add_stand_ins(stage, outline, number)
+        _add_stand_ins(stage, outline, number, weights)
         stages.append(stage.to(device))
     return StagedModel(stages, tokenizer, prefix, context or spec.config.max_position_embeddings, device)
 
@@ -114,16 +114,21 @@ def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = 
     if (place / MANIFEST).is_file():
         manifest = read_manifest(place)
         config, known = config_from(manifest.config), manifest.layers
+        trained = manifest.bridges
     else:
-        config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
-    spec = ModelSpec(config)
-    info = bridges_info(place, spec.layers) if stand_ins else None
+        config, known, trained = config_named(str(place.resolve())), exported_layers(weight_map_of(place)), 0
+    spec, info = ModelSpec(config), None
+    if stand_ins:
+        info = StandInsInfo(known, trained) if trained else bridges_info(place, spec.layers)
     known = info.layers if info else known
     layers = layers_of(cut, spec) if cut is not None else known or (spec.layers,)
     if info and layers != known:
+        of_folder = not (place / MANIFEST).is_file()
         raise UserError(
-            f"--cut {cut}: {place / BRIDGES_FILE} is for stages of {','.join(map(str, known))} layers; leave --cut "
-            "out, or take that file away"
+            f"--cut {cut}: {place / BRIDGES_FILE if of_folder else f'the bridges of {place}'} "
+            f"{'is' if of_folder else 'are'} for stages of {','.join(map(str, known))} layers; leave --cut out"
+            + ", or take that file away"
+            * of_folder
         )
     return CheckpointOutline(place, spec, layers, info)
 
@@ -132,8 +137,11 @@ def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> 
     """One stage alone; the weights of other stages are not read, unless the files have other names for them."""
     check_device(device)
     stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
-    _fill(stage, select_weights(outline, {name for name, _ in stage.named_weights()}), outline.place)
-    _add_stand_ins(stage, outline, number)
+    names = {name for name, _ in stage.named_weights()}
+    bridges = _stored_bridges(outline, number)
+    weights = select_weights(outline, names | ({name for name, _ in bridges.named_weights()} if bridges else set()))
+    _fill(stage, weights, outline.place)
+    _add_stand_ins(stage, outline, number, weights)
     return stage.to(device)
 
 
@@ -283,15 +291,31 @@ def _tokenizer(place: Path, vocabulary: int) -> Any:
     return found
 
 
-def _add_stand_ins(stage: StageModel, outline: CheckpointOutline, number: int) -> None:
+def _stored_bridges(outline: CheckpointOutline, number: int) -> Bridges | None:
+    """Bridges that begin at a stage, to be filled with weights that lie among those of a checkpoint; None: there are
+    none there."""
+    info, stages = outline.stand_ins, len(outline.layers)
+    if info is None or number == stages - 1 or not (outline.place / MANIFEST).is_file():
+        return None
+    return Bridges(number, stages, outline.spec.config.hidden_size, info.bridges, 0)
+
+
+def _add_stand_ins(stage: StageModel, outline: CheckpointOutline, number: int, weights: Mapping[str, Tensor]) -> None:
     info = outline.stand_ins
-    if info is not None:
+    adapters: StageAdapters | None = None
+    if info is None:
+        return
+    if (outline.place / MANIFEST).is_file():
+        bridges = _stored_bridges(outline, number)
+        if bridges is not None:
+            _fill(bridges, weights, outline.place)
+    else:
         bridges, adapters = load_bridges(outline.place, info, number, stage)
-        stage.stand_ins = StandIns(len(info.layers), bridges, adapters, by_hop=info.adapters_by_hop).eval()
+    stage.stand_ins = StandIns(len(info.layers), bridges, adapters, by_hop=info.adapters_by_hop).eval()
 
 
 @torch.no_grad()
-def _fill(stage: StageModel, weights: Mapping[str, Tensor], place: Path) -> None:
+def _fill(stage: StageModel | Bridges, weights: Mapping[str, Tensor], place: Path) -> None:
     for name, each in stage.named_weights():
         stored = weights.get(name)
         if stored is None:

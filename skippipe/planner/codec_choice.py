@@ -8,19 +8,21 @@ a simulation of the whole iteration, so links that nobody waits for keep their p
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 
-from skippipe.codecs import gradient_codec
+from skippipe.codecs import gradient_codec, smallest
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.plan import Plan
 from skippipe.planner.averaging import averaging_fastest
-from skippipe.planner.codec_prices import ROUNDING, CodecBudget, Message, message_shares, stage_shares
+from skippipe.planner.codec_prices import ROUNDING, CodecBudget, Message, Price, message_shares, stage_shares
 from skippipe.simulator import LAST_NS, Deadlock, PlacementCosts, path_arrays, simulate
+from skippipe.skip_schedule import PathLength
 from skippipe.timeline import Timing
-from skippipe.workload import LinkDtypes
+from skippipe.workload import LinkDtypes, Workload
 
 ROUNDS = 3  # of codecs and ways to average: each for what the other has chosen
 MOST_ROUNDS = 100  # in which one more smaller codec is bought
@@ -64,27 +66,74 @@ def choose_codecs(plan: Plan, budget: CodecBudget, timing: Timing) -> Plan:
     return best
 
 
+def choose_beside(plan: Plan, settled: Sequence[Plan], budget: CodecBudget) -> Plan:
+    """The plan with codecs for what it alone sends. All else has those of the plans that are settled, on the same
+    stages, also if a link has a larger share here: then it may cost more than the budget by as much."""
+    names, work = [node.name for node in plan.cluster.nodes], _most_codecs(settled)
+    plan = replace(plan, workload=work, expected=None, lower_bound_ns=None)
+    sent = {message for each in settled for message in message_shares(each)}
+    kept: dict[Message | int, str] = {each: plan.hop_dtype(*each[1:], backward=bool(each[0])) for each in sent}
+    kept |= {stage: work.stage_gradient_dtype(stage) for stage in range(len(plan.stages))}
+    choice = _Choice(plan, budget, Timing.FULL, kept)
+    choice.settle()
+    usual = work.wire_dtype, gradient_codec(work.wire_dtype)
+    rows = {(row.sender, row.receiver): [row.forward, row.backward] for row in work.wire_dtypes}
+    for item in choice.items:
+        if not isinstance(item.which, int):
+            kind, a, b = item.which
+            rows.setdefault((names[a], names[b]), [*usual])[kind] = item.codec
+    found = (LinkDtypes(*link, *both) for link, both in rows.items() if tuple(both) != usual)
+    plan = replace(plan, workload=replace(work, wire_dtypes=tuple(found)))
+    return plan.promising(simulate(plan, Timing.FULL))
+
+
+def with_all_codecs(plans: Mapping[PathLength, Plan]) -> dict[PathLength, Plan]:
+    """The plans with one workload, that of the last one for which codecs were chosen beside the others."""
+    work = _most_codecs(plans.values())
+    return {length: replace(each, workload=work) for length, each in plans.items()}
+
+
+def _most_codecs(plans: Iterable[Plan]) -> Workload:
+    return max((each.workload for each in plans), key=lambda work: len(work.wire_dtypes))
+
+
+def with_smallest_elsewhere(plan: Plan) -> Plan:
+    """The plan as it would be if links that it does not use had the smallest codec of those that it does: to search
+    paths that `choose_beside` gets."""
+    names, links = [node.name for node in plan.cluster.nodes], sorted({each[1:] for each in message_shares(plan)})
+    rows = tuple(
+        LinkDtypes(names[a], names[b], *(plan.hop_dtype(a, b, backward=backward) for backward in (False, True)))
+        for a, b in links
+    )
+    work = replace(plan.workload, wire_dtype=smallest(row.forward for row in rows), wire_dtypes=rows)
+    return replace(plan, workload=work, expected=None, lower_bound_ns=None)
+
+
 @dataclass
 class _Choice:
     given: Plan
     budget: CodecBudget
     timing: Timing
+    kept: Mapping[Message | int, str] = field(default_factory=dict)
+    """Codecs that are not chosen any more; of all stages, if of any."""
     _of_gradients: dict[tuple[str, ...], PlacementCosts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan, (hop, gradient) = self.given, self.budget.usual
         plain = {"wire_dtype": hop, "gradient_dtype": gradient, "wire_dtypes": (), "gradient_dtypes": ()}
-        self.work = replace(plan.workload, **plain)  # type: ignore[arg-type]
+        self.work = plan.workload if self.kept else replace(plan.workload, **plain)  # type: ignore[arg-type]
         costs = self._costs()
         self.links = [costs.transmit_ns, costs.upload_ns, costs.download_ns]  # changed in place
         used = {codec for kind in (0, 1) for codec, _ in self.budget.options(kind)}
-        with_codec = {codec: cost_model_of(plan.cluster, replace(self.work, wire_dtype=codec), plan.layers, None)
+        used |= {codec for which, codec in self.kept.items() if not isinstance(which, int)}
+        plain_work = replace(self.work, wire_dtypes=())
+        with_codec = {codec: cost_model_of(plan.cluster, replace(plain_work, wire_dtype=codec), plan.layers, None)
                       for codec in used}  # fmt: skip
         self.link_times = {
             codec: [each.transmit_ns, each.upload_ns, each.download_ns] for codec, each in with_codec.items()
         }
-        self.items = [_Item(each, part, self.budget.options(each[0])) for each, part in message_shares(plan).items()]
-        self.items += [_Item(each, part, self.budget.options(2)) for each, part in stage_shares(plan).items()]
+        self.items = [_Item(each, part, self._options(each, each[0])) for each, part in message_shares(plan).items()]
+        self.items += [_Item(each, part, self._options(each, 2)) for each, part in stage_shares(plan).items()]
         self.paths = path_arrays([lane.path for lane in plan.lanes])
         self.microbatches = np.array([lane.microbatches for lane in plan.lanes], np.int64)
         nodes, self.through = np.unique([node for lane in plan.lanes for node in lane.path], return_counts=True)
@@ -92,7 +141,16 @@ class _Choice:
         for item in self.items:
             self._set(item, 0)
 
+    def _options(self, which: Message | int, kind: int) -> list[tuple[str, float]]:
+        kept = self.kept.get(which)
+        return [(kept, self.budget.prices.get(kept, Price())[kind] or 0.0)] if kept else self.budget.options(kind)
+
     def plan(self) -> Plan:
+        self.settle()
+        return self._plan()
+
+    def settle(self) -> None:
+        """Give every item the codec that it has in the end."""
         uniform = self._uniform()
         self._keep_within_budget()
         if uniform and self._taken_ns() > uniform[0]:
@@ -101,7 +159,6 @@ class _Choice:
         self._give_back()
         if self._buy():
             self._give_back()
-        return self._plan()
 
     def _nats(self) -> float:
         return sum(item.nats(item.level) for item in self.items)
@@ -117,7 +174,7 @@ class _Choice:
 
     def _gradients(self) -> tuple[str, ...]:
         """Codec of every stage."""
-        found = [self.work.gradient_dtype] * len(self.given.stages)
+        found = [self.work.stage_gradient_dtype(stage) for stage in range(len(self.given.stages))]
         for item in self.items:
             if isinstance(item.which, int):
                 found[item.which] = item.codec
@@ -160,14 +217,17 @@ class _Choice:
         found = []
         choices = [range(len(self.budget.options(kind))) for kind in (0, 1, 2)]
         for levels in np.stack(np.meshgrid(*choices), -1).reshape(-1, 3).tolist():
-            of_items = [levels[2 if isinstance(item.which, int) else item.which[0]] for item in self.items]
+            of_items = [
+                min(levels[2 if isinstance(item.which, int) else item.which[0]], len(item.options) - 1)
+                for item in self.items
+            ]
             for item, level in zip(self.items, of_items, strict=True):
                 self._set(item, level)
             if self._nats() <= self.budget.nats + ROUNDING:
                 found.append((self._taken_ns(), of_items))
         for item in self.items:
             self._set(item, 0)
-        return min(found)
+        return min(found, default=None)
 
     def _keep_within_budget(self) -> None:
         """Give precision back where it costs the least time for what it saves, until the budget holds."""
@@ -182,7 +242,7 @@ class _Choice:
 
         heap = [(price(item), number) for number, item in enumerate(self.items) if more(item)]
         heapify(heap)
-        while self._nats() > self.budget.nats + ROUNDING:
+        while heap and self._nats() > self.budget.nats + ROUNDING:  # what is kept may cost more than that
             _, number = heappop(heap)
             item = self.items[number]
             again = price(item)

@@ -30,12 +30,14 @@ from skippipe.value_ranges import (
     VOCABULARY,
     Choices,
     Range,
+    check_ranges,
 )
 
 LATER = ("bridges", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden")
 """Recipe settings that older results do not have: left out where they are not set."""
 Rule = Literal["", "CC1", "CC2", "CC3"]
 DIGITS = 6  # of a rank
+RANK = Range(0, 10**5)
 MOST_ITERATIONS = Range(1, 10**6)  # of a run: reports read every single one
 
 
@@ -103,13 +105,30 @@ class Traffic:
     factors of this rank of every matrix (PowerSGD). In older results that is "rank 16"."""
     replicas: Annotated[int, MICROBATCHES] = 1
     """Nodes that hold each stage. Each gets an equal part of the microbatches, with paths that keep the rules."""
+    subspace: Annotated[int, RANK] = 0
+    """Hops carry so many numbers a token: activations without the token's embedding, which the receiver adds again,
+    projected on a basis of this rank; their gradients likewise. 0: hops carry all of them."""
+    basis: Literal["tracked", "fixed"] = "tracked"
+    """That basis: after every iteration the principal directions of what was sent, as far as one step of a power
+    iteration finds them; or random, all along."""
 
     def __post_init__(self) -> None:
+        check_ranges(self, "traffic")
+        if self.basis != "tracked" and not self.subspace:
+            raise UserError("traffic.basis: needs traffic.subspace, the rank of the basis")
         for name in ("wire", "wire_back") if self.rank else ("wire", "wire_back", "gradients"):
             if getattr(self, name):
                 _check_codec(getattr(self, name), f"traffic.{name}")
         if self.wire_back and not self.wire:
             raise UserError("traffic.wire_back: needs traffic.wire")
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As results have them: without a subspace, where there is none, as older ones."""
+        found = asdict(self)
+        if not self.subspace:
+            del found["subspace"], found["basis"]
+        return found
 
     @property
     def rank(self) -> int:
@@ -304,6 +323,7 @@ class StudyRun:
                 del variant[name]
         if not variant["heal_fit"]:
             del variant["heal_fit"]
+        variant["traffic"] = self.variant.traffic.settings
         if self.variant.traffic == Traffic():
             del variant["traffic"]
         measuring = asdict(study.measuring)
@@ -338,7 +358,7 @@ class StudyRun:
             del recipe["bridges"]  # nothing goes over them before
         del settings["variant"], settings["iterations"]
         variant = self.variant
-        traffic = [asdict(variant.traffic)] if variant.traffic != Traffic() else []
+        traffic = [variant.traffic.settings] if variant.traffic != Traffic() else []
         known = settings, variant.stages, variant.layers, variant.breaks, recipe, lengths, young, self.seed
         return _hash([*known, *traffic])
 

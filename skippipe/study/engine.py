@@ -38,7 +38,7 @@ from skippipe.study.config import Traffic
 from skippipe.study.cuda_graphs import GraphCache
 from skippipe.study.least_squares import fit_bridges
 from skippipe.study.path_sampling import group_by_stage
-from skippipe.study.traffic import gradient_sum, sent
+from skippipe.study.traffic import Subspace, gradient_sum, sent
 
 COMPILED_KINDS = 64  # of passes of a layer: with adapters or without, with gradients or without, one or many samples
 
@@ -112,6 +112,7 @@ class Engine:
         self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
         self._low_precision = low_precision
         self._sum = gradient_sum(traffic, self._learned)
+        self._subspace = self._new_subspace(spec)
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
         self._teaching: Callable[[Tensor, Tensor, Tensor], Tensor] = self._distillation
         self._distance: Callable[[Tensor, Tensor], Tensor] = _distances
@@ -150,12 +151,18 @@ class Engine:
         if self._recorded_with != before:
             self._lay_bridges(bridges)
             self._sum = gradient_sum(traffic, self._learned)
+            self._subspace = self._new_subspace(spec)
         else:  # where recordings know them to be
             for each, weights in zip(bridges, self.bridge_weights, strict=True):
                 weights.values.copy_(FlatParams(each.named_parameters(), learning).values)
                 weights.reset(learning)
             if self._sum:
                 self._sum.forget()
+            if self._subspace:
+                self._subspace.forget()
+
+    def _new_subspace(self, spec: ModelSpec) -> Subspace | None:
+        return Subspace(self.traffic, spec.shape.hidden, self.device) if self.traffic.subspace else None
 
     def _new_bridges(self, spec: ModelSpec) -> list[Bridges]:
         return bridges_of(len(self.stages), spec.shape.hidden, self.recipe.bridges, spec.seed)
@@ -261,7 +268,7 @@ class Engine:
         """The mean loss of these samples through these stages, each but stage 0 driven so much; over bridges and with
         adapters, if there are any, where stages are missing. `wire`: the codec of hops, whatever it was in training."""
         with self._autocast():
-            hidden = self._embed(inputs)
+            hidden = embedded = self._embed(inputs)
             missing = torch.full((len(hidden),), len(self.stages) - len(visits), device=self.device)
             whole = len(visits) == len(self.stages)
             for stage, target in pairwise((*visits, len(self.stages))):
@@ -270,8 +277,14 @@ class Engine:
                 hidden = made if stage == 0 or drive == 1.0 else torch.lerp(hidden, made, drive)
                 if self.bridges and target > stage + 1:
                     hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
-                hidden = sent(hidden, wire)
+                hidden = self._sent(hidden, embedded, wire)
             return self._loss(hidden, labels)
+
+    def _sent(self, hidden: Tensor, embedded: Tensor, wire: str, back: str = "") -> Tensor:
+        """What arrives of activations of tokens with these embeddings."""
+        if self._subspace is None:
+            return sent(hidden, wire, back)
+        return self._subspace.sent(hidden, embedded, wire, back)
 
     def _gradients(self, shapes: Sequence[StudyShape], inputs: Tensor, labels: Tensor, *where: Tensor) -> Tensor:
         """Forward and backward, replica by replica; then the gradients are what a step follows: means, clipped."""
@@ -284,6 +297,8 @@ class Engine:
             losses.append(self._backward(shape, given, wanted, places, taught, 1 / len(shapes)))
             if self._sum:
                 self._sum.add(replica, [weights for weights, _ in self._learning_in(whole)])
+        if self._subspace:
+            self._subspace.follow()
         self._clip(whole)
         return torch.stack(losses).mean()
 
@@ -325,11 +340,11 @@ class Engine:
         self._set_adapters(None)
         found = []
         with self._autocast():
-            hidden = self._embed(inputs)
+            hidden = embedded = self._embed(inputs)
             for stage in self.stages:
                 hidden = stage(hidden)
                 found.append(hidden)
-                hidden = sent(hidden, self.traffic.wire)
+                hidden = self._sent(hidden, embedded, self.traffic.wire)
         return found
 
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
@@ -364,7 +379,7 @@ class Engine:
         `places` has three rows: the samples that pass the stage of each step, where each goes from there, and how many
         stages it skips.
         """
-        hidden = early = self._embed(inputs)
+        hidden = early = embedded = self._embed(inputs)
         balance = apart = torch.zeros((), device=self.device)
         samples = len(inputs) // shape.microbatches
         visitors = torch.split(places, [step.visitors * samples for step in shape.steps], dim=1)
@@ -386,7 +401,8 @@ class Engine:
             if teacher is not None and self.recipe.distill_hidden:
                 row = torch.searchsorted(taught, here).clamp(max=len(taught) - 1)
                 apart = apart + (self._distance(made, teacher[targets - 1, row]) * (missing > 0)).sum()
-            made = sent(made, self.traffic.wire, self.traffic.wire_back)
+            theirs = embedded if all_visit else embedded.detach()[here]
+            made = self._sent(made, theirs, self.traffic.wire, self.traffic.wire_back)
             hidden = made if all_visit else hidden.index_copy(0, here, made)
         return hidden, balance, early, apart
 

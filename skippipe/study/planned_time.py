@@ -6,7 +6,8 @@ what a run takes; the first says what moving them could still win. Only when a m
 
 An iteration with paths of several lengths counts as if those of each length went one after another, each for its part
 of the microbatches: the planner knows one length at a time, and side by side they would hardly take longer. Bridges
-are not counted: they take a few thousandths. Nor are adapters and the forward passes of a teacher, which do take long.
+are not counted here, though plans of jobs count them: they take a few thousandths. Nor are adapters and the forward
+passes of a teacher, which do take long.
 """
 
 from __future__ import annotations

@@ -131,15 +131,22 @@ def codecs(runs: Runs) -> Table | None:
     rows = []
     for name, seeds in runs.items():
         recipe, traffic = settings(seeds)
-        plain = {**traffic, "wire": "", "wire_back": "", "gradients": ""}
+        plain = {**asdict(Traffic()), "replicas": traffic["replicas"]}
         control = next((other for other, each in runs.items() if settings(each) == (recipe, plain)), None)
         if traffic != plain and control:
             apart = spread(gaps(runs, name, _whole, control), "+.4f")
             back = traffic["wire_back"] or (gradient_codec(traffic["wire"]) if traffic["wire"] else "")
-            names = (each or NOTHING for each in (traffic["wire"], back, traffic["gradients"]))
+            hops: tuple[str, ...] = (traffic["wire"], back)
+            if traffic["subspace"]:
+                rank = f"rank {traffic['subspace']}{', fixed' * (traffic['basis'] == 'fixed')}"
+                hops = tuple(f"{rank}, {each}" if each else rank for each in hops)
+            names = (each or NOTHING for each in (*hops, traffic["gradients"]))
             rows.append((name, *names, spread([_whole(result) for result in seeds.values()], ".4f"), apart))
     headings = ("variant", "activations", "their gradients", "weight gradients", "loss", "gap")
-    note = "Loss of the whole model, evaluated without codecs; gap to the same recipe trained without."
+    note = (
+        "Loss of the whole model, evaluated without codecs, but in the subspace that it was trained with; gap to the "
+        "same recipe trained without."
+    )
     return Table("Codecs in training", note, headings, rows) if rows else None
 
 

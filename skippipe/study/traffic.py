@@ -1,5 +1,5 @@
-"""What codecs on the wire do to training, without a wire: hops that round, and gradients that are summed from what
-replicas can tell each other of them.
+"""What codecs on the wire do to training, without a wire: hops that round or carry a projection, and gradients that are
+summed from what replicas can tell each other of them.
 
 Everything runs within CUDA graphs: the memory of errors lies in one place, and nothing asks for a value.
 """
@@ -46,6 +46,47 @@ class _Hop(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         return CODECS[ctx.back].rounded(gradient).to(gradient.dtype), None, None
+
+
+class Subspace:
+    """Hops that carry a projection (after Ramasinghe et al., arXiv 2506.01260): of activations h of tokens with the
+    embeddings e, U'(h − e) with an orthonormal U; what arrives is e + U U'(h − e). Of the gradient g of that, U'g goes
+    back, and what arrives is U U'g: e has no gradient by this way.
+
+    One basis serves all hops, as a path may go from any stage to any later one. There the weights that write to the
+    hidden states are kept within the subspace, so that nothing is lost; here they are not, and what lies outside is.
+    """
+
+    def __init__(self, traffic: Traffic, width: int, device: str) -> None:
+        self._traffic = traffic
+        self.basis = torch.empty(width, traffic.subspace, device=device)
+        self._power = torch.empty_like(self.basis)
+        """Of what was sent in this iteration: the sum over tokens of (h − e)(h − e)'U."""
+        self.forget()
+
+    def forget(self) -> None:
+        """As new: a random basis, the same for all seeds."""
+        chance = torch.randn(self.basis.shape, generator=torch.Generator().manual_seed(0))
+        self.basis.copy_(torch.linalg.qr(chance)[0])
+        self._power.zero_()
+
+    def sent(self, hidden: Tensor, embedded: Tensor, wire: str, back: str = "") -> Tensor:
+        """What arrives; codecs round the coefficients."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            embedded = embedded.detach().float()
+            apart = hidden.float() - embedded
+            if torch.is_grad_enabled():
+                seen = apart.detach().flatten(0, -2)
+                self._power.addmm_(seen.T, seen @ self.basis)
+            arrived = embedded + sent(apart @ self.basis, wire, back) @ self.basis.T
+        return arrived.to(hidden.dtype)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Turn the basis towards the principal directions of what was sent since the last time."""
+        if self._traffic.basis == "tracked":
+            self.basis.copy_(orthonormal(self._power))
+        self._power.zero_()
 
 
 class GradientSum(Protocol):

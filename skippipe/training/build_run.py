@@ -3,7 +3,6 @@ started."""
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -27,6 +26,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec, config_named, parse_devices
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
+from skippipe.planner.codec_choice import choose_beside, with_all_codecs, with_smallest_elsewhere
 from skippipe.planner.problem import check_feasible
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
@@ -46,11 +46,12 @@ from skippipe.simulator import simulate
 from skippipe.skip_schedule import PathLength, parse_share, parts_of, path_length_text, visited_of
 from skippipe.timeline import Timing
 from skippipe.training.held_out import held_out_samples, held_out_text
-from skippipe.training.job_config import JobConfig, ReportConfig
+from skippipe.training.job_config import JobConfig
 from skippipe.training.pretrained import check_vocabulary, with_pretrained, write_first_checkpoint
 from skippipe.training.run import Run, RunOptions
 from skippipe.training.run_folder import make_folder
 from skippipe.training.trackers import check_trackers
+from skippipe.transport.addresses import free_port
 from skippipe.validate import validate
 from skippipe.workload import Workload, model_named
 
@@ -114,7 +115,7 @@ class RunSetup(RunOptions):
             threads=job.compute.threads,
             emulated=job.emulation.enabled,
             heartbeat_s=job.survive.heartbeat_s,
-            rendezvous=None if self.collective.in_messages else _free_address(),
+            rendezvous=None if self.collective.in_messages else f"127.0.0.1:{free_port('127.0.0.1')}",
             recipe=job.followed,
             packing=job.data.packing,
             lora=self.spec.lora,
@@ -239,7 +240,7 @@ def build_run(
         parse_devices(job.compute.device)
     job = with_pretrained(job)
     make_folder(Path(job.output))
-    _check_report(job.report)
+    check_trackers(job.report)
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
     if given is not None:
         _check_settled(job, given)
@@ -287,13 +288,14 @@ def _make_job_plan(
         microbatches=job.batch.microbatches or None,
         split_backward=pipeline.split_backward,
     )
-    stages = stages_of(cluster, plan_spec, example)
+    stages, budget = stages_of(cluster, plan_spec, example), job.codec_budget
+    wire, gradients = budget.usual if budget else (job.transport.wire, job.averaging.dtype)
     workload = Workload(
         spec.shape,
         sequence_tokens=job.batch.sequence,
         samples_per_microbatch=job.batch.samples,
-        wire_dtype=job.transport.wire,
-        gradient_dtype=job.averaging.dtype,
+        wire_dtype=wire,
+        gradient_dtype=gradients,
         compute_dtype=job.compute.dtype,
         activation_checkpointing=job.model.checkpointing,
         max_slots=pipeline.max_slots,
@@ -303,13 +305,14 @@ def _make_job_plan(
         offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
         bridge_parameters=spec.shape.bridge_parameters(spec.bridges, stages),
+        bridge_rank=spec.bridges,
     )
     cluster = _emulated(job, cluster, workload)
     if job.followed.phases:
         lengths = _lengths(job, stages, stages)
         single = job.followed.lengths(job.iterations, stages, stages)
         plan_spec = replace(plan_spec, visit=max(single, key=lambda each: (single[each], each)), also=tuple(lengths))
-    problem = problem_of(cluster, workload, plan_spec, example)
+    problem = replace(problem_of(cluster, workload, plan_spec, example), codec_budget=budget)
     for length in plan_spec.also:
         with _explain_infeasible(length, problem.stages):  # what is infeasible is found before a long search
             check_feasible(problem, length)
@@ -346,17 +349,21 @@ def _most_frequent(lengths: Counter[PathLength]) -> PathLength:
 def plans_by_length(
     job: JobConfig, plan: Plan, lengths: Iterable[PathLength], request: PlanRequest, *, resumed: bool
 ) -> dict[PathLength, Plan]:
-    """Plans for all lengths that paths have in the run, on the stages of the given plan."""
+    """Plans for all lengths that paths have in the run, on the stages of the given plan. They share a workload: a link
+    has the same codecs in all."""
     if not job.followed.phases:
         return {plan.visited: plan}
+    budget = job.codec_budget
     found: dict[PathLength, Plan] = {}
     for length in sorted(lengths, key=parts_of):
         same = plan if has_lengths(plan, length) else _saved_plan(job, plan, length) if resumed else None
         if same is None:
             with _explain_infeasible(length, len(plan.stages)):
-                same = with_paths_of(plan, length, Strategy(job.pipeline.strategy), request)
+                given = with_smallest_elsewhere(plan) if budget else plan
+                same = with_paths_of(given, length, Strategy(job.pipeline.strategy), request)
+            same = choose_beside(same, [plan, *found.values()], budget) if budget else same
         found[length] = same
-    return found
+    return with_all_codecs(found) if budget else found
 
 
 @contextmanager
@@ -388,7 +395,12 @@ def _plan_of_earlier_run(job: JobConfig, spec: ModelSpec) -> Plan | None:
     path = _plan_file(job)
     try:
         found = Plan.load(path)
-        if any(value != job.value(name) for name, value in _settled_by(found).items() if job.value(name)):
+        settled = _settled_by(found)
+        if job.pipeline.nats is not None:
+            del settled["transport.wire"], settled["averaging.dtype"]
+        elif found.workload.wire_dtypes or found.workload.gradient_dtypes:
+            return None
+        if any(value != job.value(name) for name, value in settled.items() if job.value(name)):
             return None
         return _checked_plan(found, job, spec, path)
     except UserError:  # or there is none
@@ -426,7 +438,9 @@ def _check_settled(job: JobConfig, plan: Plan) -> None:
                 f"{name}: {job.value(name)}, and pipeline.plan settles that: {pipeline.plan} has {value}; leave one of "
                 "them out"
             )
-    unused: tuple[str, ...] = () if job.recipe.phases else ("pipeline.strategy", "pipeline.budget_s")
+    unused: tuple[str, ...] = ()
+    if not job.recipe.phases:
+        unused += "pipeline.strategy", "pipeline.budget_s", "pipeline.nats", "pipeline.prices"
     unused += () if job.sets("cluster") else ("emulation.like", "emulation.time")
     for name in filter(job.sets, unused):
         raise UserError(f"{name}: would have no effect: pipeline.plan names a plan that is made; leave one of them out")
@@ -436,7 +450,8 @@ def _emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
     if not job.emulation.enabled:
         return cluster
     like = replace(Workload(model_named(job.emulation.like)), **EMULATED_BATCH)  # type: ignore[arg-type]
-    return emulated_cluster(cluster, like, workload, job.emulation.time)
+    same = replace(workload, wire_dtype=like.wire_dtype)  # a smaller codec is to be as much faster as on real links
+    return emulated_cluster(cluster, like, same, job.emulation.time)
 
 
 def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None = None) -> Plan:
@@ -467,23 +482,9 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
         offload=job.compute.offload,
         adapter_parameters=_adapter_parameters(spec),
         bridge_parameters=spec.shape.bridge_parameters(spec.bridges, len(plan.stages)),
+        bridge_rank=spec.bridges,
     )
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):
         raise UserError(f"{path}: with this job's recipe and optimizer the plan breaks a rule: {broken[0]}")
     return plan.promising(simulate(plan, Timing.FULL))
-
-
-def _check_report(config: ReportConfig) -> None:
-    check_trackers(config)
-    if config.prometheus:
-        try:
-            socket.create_server(("127.0.0.1", config.prometheus)).close()
-        except (OSError, OverflowError) as error:
-            raise UserError(f"report.prometheus: port {config.prometheus}: {error}; choose another") from None
-
-
-def _free_address() -> str:
-    """An address for torch.distributed on this machine; if another process takes it in between, nodes report that."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from skippipe.codecs import CodecId, GradientsId
 from skippipe.collectives import COLLECTIVES, CollectiveId
@@ -22,6 +22,7 @@ from skippipe.value_ranges import (
     ITERATIONS,
     ITERATIONS_OR_NONE,
     MICROBATCHES,
+    NATS,
     PORT,
     SAMPLES,
     SEED,
@@ -36,6 +37,12 @@ from skippipe.value_ranges import (
 )
 from skippipe.workload import OFFLOADS
 
+if TYPE_CHECKING:
+    from skippipe.planner.codec_prices import CodecBudget
+
+ADVISED = {"transport.wire": "int8", "averaging.dtype": "int8"}
+"""What a new job should say, where a job that says nothing means what it always has. Codecs: −0.002 nats in a run of
+52M tokens with one seed, so no loss that it could tell, for half of the bytes of hops and a quarter of averaging's."""
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
 
 
@@ -103,6 +110,12 @@ class PipelineConfig:
     """Compute weight gradients when a node has nothing more urgent to do."""
     budget_s: Annotated[float, BUDGET_S] = 10.0
     """Seconds of planning at most; again for every other length of paths that recipe.skip asks for."""
+    nats: Annotated[float | None, NATS] = None
+    """Loss that codecs may add, in nats: every link, in either pass, and every stage that averages gets the codec that
+    makes iterations shortest for it, in place of transport.wire and averaging.dtype. They are kept when the plan is
+    repaired. Not given: no choice, those two everywhere."""
+    prices: str = ""
+    """A TOML file of what codecs cost your model, in nats; empty: what we have measured."""
 
 
 @dataclass(frozen=True)
@@ -329,10 +342,14 @@ class JobConfig:
         tokenizer = "data.tokenizer" if self.data.tokenizer else "model.weights"
         engine = self.averaging.engine
         lost = f"averaging.engine '{engine}' ends the run when a node is lost"
+        chosen = self.pipeline.nats is not None
         for name, unused, why in (
             ("data.vocabulary", self.data.tokenizer or self.model.weights, f"the tokenizer of {tokenizer} has its own"),
             ("emulation.like", not self.emulation.enabled, "nothing is emulated unless emulation.enabled is true"),
             ("emulation.time", not self.emulation.enabled, "nothing is emulated unless emulation.enabled is true"),
+            ("transport.wire", chosen, "with pipeline.nats the codecs of hops are chosen"),
+            ("averaging.dtype", chosen, "with pipeline.nats the codecs of gradients are chosen"),
+            ("pipeline.prices", not chosen, "codecs are chosen by prices only with pipeline.nats"),
             ("checkpoint.keep", not self.checkpoint.every, "with checkpoint.every = 0 none are made"),
             ("survive.restarts", self.transport.peers, "nodes of transport.peers are not started here"),
             (
@@ -379,6 +396,18 @@ class JobConfig:
         pipeline = self.pipeline
         set_here = self.recipe.phases or pipeline.skip or pipeline.plan or pipeline.strategy == "dtfm"
         return self.recipe if set_here else replace(self.recipe, skip=USUAL)
+
+    @property
+    def codec_budget(self) -> CodecBudget | None:
+        """What codecs may cost that are chosen for each link and stage; None: they are not chosen."""
+        from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget, read_prices
+
+        pipeline = self.pipeline
+        if pipeline.nats is None:
+            return None
+        prices = read_prices(Path(pipeline.prices)) if pipeline.prices else DEFAULT_PRICES
+        gradients = () if COLLECTIVES[self.averaging.engine].in_messages else ("fp32",)
+        return CodecBudget.of(pipeline.nats, prices, gradients=gradients)
 
     @property
     def schedule(self) -> OptimConfig:

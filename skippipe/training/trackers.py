@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 import time
 from abc import abstractmethod
@@ -172,7 +173,7 @@ class MLflow(Tracker):
 
 
 def check_trackers(config: ReportConfig) -> None:
-    """UserError unless the library of every tool that the job wants is there."""
+    """UserError unless the library of every tool that the job wants is there, and its port is free."""
     for wanted, package, name in (
         (config.tensorboard, "tensorboard", "tensorboard"),
         (config.prometheus > 0, "prometheus_client", "prometheus"),
@@ -181,6 +182,11 @@ def check_trackers(config: ReportConfig) -> None:
     ):
         if wanted and find_spec(package) is None:
             raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
+    if config.prometheus:
+        try:
+            socket.create_server(("127.0.0.1", config.prometheus)).close()
+        except (OSError, OverflowError) as error:
+            raise UserError(f"report.prometheus: port {config.prometheus}: {error}; choose another") from None
 
 
 def trackers_of(job: JobConfig, run_id: str, metrics: IterationMetrics) -> list[Callback]:

@@ -129,6 +129,8 @@ def build_setup(
 
 
 def _announce(run_setup: RunSetup, promised: bool) -> None:
+    from skippipe.planner.codec_prices import plan_nats
+    from skippipe.report.summary import codecs_text
     from skippipe.training.metrics import timetable_text
 
     plan, expected = run_setup.plan, run_setup.plan.expected
@@ -138,6 +140,8 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
         f"{plan.workload.model.name} with {parameters / 1e6:.1f}M weights on {len(plan.stage_of)} nodes of "
         f"'{plan.cluster.name}': {len(plan.stages)} stages, {plan.skipped:.0%} skipped{promise}"
     )
+    if (budget := run_setup.job.codec_budget) and not run_setup.job.pipeline.plan:
+        print(f"codecs for {plan_nats(plan, budget.prices):.2g} nats: {codecs_text(plan)}")
     if run_setup.job.model.weights and not run_setup.resumed:
         print(f"begins with the weights in {run_setup.job.model.weights}")
     if run_setup.sampler.summary:

@@ -73,7 +73,9 @@ def workloads(draw: DrawFn, layers: int) -> Json:
     adapters = draw(st.sampled_from([None, None, 1, 40]))
     workload |= {} if adapters is None else {"adapter_parameters": adapters}
     bridges = draw(st.sampled_from([None, None, None, 1000]))
-    workload |= {} if bridges is None else {"bridge_parameters": bridges}
+    workload |= (
+        {} if bridges is None else {"bridge_parameters": bridges, "bridge_rank": draw(st.sampled_from([0, 1, 9]))}
+    )
     share = draw(st.sampled_from([None, 0.5, 0.25, 0.9, 1e-300, 0.9999999999999999]))  # the last two: max(1, …)
     return workload if share is None else workload | {"weight_share": share}
 

@@ -101,10 +101,12 @@ def costs(plan: Json) -> Costs:
 
     trained = [trained_by(index, stage["layers"]) for index, stage in enumerate(stages)]
 
+    bridge = 0 if adapters else 4 * n * t * d * work.get("bridge_rank", 0)
+
     def node_costs(node: Json, stage: int) -> Node:
         r, r_0 = (2 * stages[s]["layers"] * n * t * adapters for s in (stage, 0))
-        model_forward = stages[stage]["layers"] * layer_forward
-        forward, stage_0_forward = model_forward + r, stages[0]["layers"] * layer_forward + r_0
+        model_forward = stages[stage]["layers"] * layer_forward + bridge
+        forward, stage_0_forward = model_forward + r, stages[0]["layers"] * layer_forward + bridge + r_0
         gradients = ratio * model_forward + 2 * r
         slots, workers = slots_and_workers(node, stage)
         head = (1 + ratio) * n * (2 * t * d * v)

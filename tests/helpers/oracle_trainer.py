@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +23,7 @@ Json: TypeAlias = dict[str, Any]
 
 LEARNING: Json = {"rate": 0.0003, "warmup": 20, "iterations": 0, "hold": 0.6, "floor": 0.1}
 LEARNING |= {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
-RECIPE: Json = {"skip": "", "residual": "plain", "gradients": "visitors", "early_exit": 0.0}
+RECIPE: Json = {"skip": "", "residual": "plain", "gradients": "visitors", "early_exit": 0.0, "bridges": 0}
 USUAL_SKIP = "1/3 until 65%, 0"  # of a job that says nothing about paths
 
 BLOCK = 128  # values that share a scale in an int8 hop
@@ -61,17 +62,26 @@ def fraction(text: str) -> Fraction:
     return Fraction(text[:-1].strip()) / 100 if text.endswith("%") else Fraction(text.replace(" ", ""))
 
 
-def shares(turn: str) -> list[Fraction]:
-    """Read a turn: shares with + between them, each perhaps with a number of times before it."""
-    found: list[Fraction] = []
+def repeated(item: str) -> list[Fraction]:
+    """Read a share, perhaps with a number of times before it."""
+    times, _, share = item.rpartition("x")
+    return [fraction(share)] * (int(times) if times else 1)
+
+
+def shares(turn: str) -> list[list[Fraction]]:
+    """Read a turn: shares or mixes with + between them; a mix is shares with & between them, of one iteration."""
+    found: list[list[Fraction]] = []
     for item in turn.split("+"):
-        times, _, share = item.rpartition("x")
-        found += [fraction(share)] * (int(times) if times else 1)
+        if "&" in item:
+            found.append([share for part in item.split("&") for share in repeated(part)])
+        else:
+            found += [[share] for share in repeated(item)]
     return found
 
 
-def path_length(skip: str, iterations: int, stages: int, i: int) -> int:
-    """Return how many stages a path visits in iteration i, by the text of a recipe that is not empty."""
+def path_lengths(skip: str, iterations: int, stages: int, i: int) -> list[int]:
+    """Return how many stages paths visit in iteration i, one number for each share of a mix, by the text of a recipe
+    that is not empty."""
     *phases, turn = skip.split(",")
     for phase in phases:
         head, end = re.split(r"\buntil\b", phase)
@@ -79,10 +89,10 @@ def path_length(skip: str, iterations: int, stages: int, i: int) -> int:
             turn = head
             break
     choices = shares(turn)
-    length = stages - math.floor(choices[i % len(choices)] * stages + Fraction(1, 2))
-    if length < 2:
-        raise ValueError(f"{skip!r} leaves paths of {length} of {stages} stages")
-    return length
+    lengths = [stages - math.floor(share * stages + Fraction(1, 2)) for share in choices[i % len(choices)]]
+    if min(lengths) < 2:
+        raise ValueError(f"{skip!r} leaves paths of {min(lengths)} of {stages} stages")
+    return lengths
 
 
 def keys(seed: int, epoch: int) -> list[int]:
@@ -190,9 +200,32 @@ class Trainer:
         self.weights: list[list[Any]] = [[w for layer, _ in stage for w in layer.parameters()] for stage in self.layers]
         # Of a tied weight, the keys of a dictionary keep one.
         self.weights[0] += dict.fromkeys([body.embed_tokens.weight, *body.norm.parameters(), self.model.lm_head.weight])
+        self.bridges = self._bridges(self.config.hidden_size, self.recipe["bridges"])
+        for name, weight in self.bridges.items():
+            self.weights[int(name.split(".")[1])].append(weight)
         self.steps = [0] * len(self.layers)
-        self.moments = {w: (torch.zeros_like(w), torch.zeros_like(w)) for w in self.model.parameters()}
+        self.moments = {w: (torch.zeros_like(w), torch.zeros_like(w)) for stage in self.weights for w in stage}
         self._watch_routers()
+
+    def _bridges(self, d: int, r: int) -> dict[str, nn.Parameter]:
+        """Make the weights of all bridges, by name; none if their rank is 0."""
+        found: dict[str, nn.Parameter] = {}
+        for p in range(len(self.layers) - 1 if r else 0):
+            n = len(self.layers) - p - 1
+            chance = torch.Generator().manual_seed(self.seed * 1_000_003 + p)
+            found[f"bridges.{p}.down"] = nn.Parameter(torch.randn(n, d * r, generator=chance) / math.sqrt(d))
+            found[f"bridges.{p}.up"] = nn.Parameter(torch.zeros(n, r * d))
+            found[f"bridges.{p}.gain"] = nn.Parameter(torch.zeros(n * d))
+        return found
+
+    def _bridged(self, z: Tensor, s: int, q: int) -> Tensor:
+        """Send what stage s has made over its bridge to stage q, if there is one."""
+        if not self.bridges or q == s + 1:
+            return z
+        d, at = z.shape[-1], q - s - 2
+        down, up, gain = (self.bridges[f"bridges.{s}.{part}"] for part in ("down", "up", "gain"))
+        v = nn.functional.rms_norm(z, (d,), eps=1e-6)
+        return z + (v @ down[at].view(d, -1) @ up[at].view(-1, d) + v * gain.view(-1, d)[at])
 
     def _masks(self) -> list[Tensor | None]:
         """Return the mask of each layer: none where the kernel's own will do, a band where a window slides."""
@@ -228,8 +261,12 @@ class Trainer:
         """Return the plan of iteration i."""
         if not self.skip:
             return self.plans[0]
-        length = path_length(self.skip, self.iterations, len(self.layers), i)
-        return next(plan for plan in self.plans if longest(plan) == length)
+        lengths = path_lengths(self.skip, self.iterations, len(self.layers), i)
+        each, more = divmod(self.microbatches, len(lengths))
+        wanted: Counter[int] = Counter()
+        for number, length in enumerate(lengths):
+            wanted[length] += each + (number < more)
+        return next(plan for plan in self.plans if carried(plan) == wanted)
 
     def batch(self, i: int, number: int) -> tuple[Tensor, Tensor]:
         """Return inputs and labels of a microbatch, one row for each sample."""
@@ -266,11 +303,13 @@ class Trainer:
         self.balance.clear()
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16, cache_enabled=False):
             h = self._stage(0, self.model.model.embed_tokens(inputs)).float()
-            x = hop(h, *wires[0])
-            for stage, wire in zip(visits[1:], wires[1:], strict=True):
+            following = [*visits[1:], len(self.layers)]
+            x = hop(self._bridged(h, 0, following[0]), *wires[0])
+            for stage, q, wire in zip(visits[1:], following[1:], wires[1:], strict=True):
                 x = x.to(self.dtype)
                 y = self._stage(stage, x)
-                x = hop((torch.lerp(x, y, c) if scaled else y).float(), *wire)
+                z = torch.lerp(x, y, c) if scaled else y
+                x = hop(self._bridged(z, stage, q).float(), *wire)
             loss = self._loss(x, labels)
             total = sum(self.balance, start=loss)
             if self.recipe["early_exit"] > 0:
@@ -284,7 +323,7 @@ class Trainer:
         stage_of = {node: number for number, stage in enumerate(plan["stages"]) for node in stage["nodes"]}
         visitors = [0] * len(self.layers)
         losses: list[float] = []
-        for weight in self.model.parameters():
+        for weight in self.moments:
             weight.grad = torch.zeros_like(weight)
         for lane in plan["lanes"]:
             visits = [stage_of[node] for node in lane["path"]]
@@ -318,12 +357,20 @@ class Trainer:
 
     def named_weights(self) -> dict[str, Tensor]:
         """Return all weights under the names that transformers gives them; a tied one has the embedding's."""
-        return {name: weight.detach() for name, weight in self.model.named_parameters()}
+        return {name: weight.detach() for name, weight in [*self.model.named_parameters(), *self.bridges.items()]}
 
 
 def longest(plan: Json) -> int:
     """Return the number of nodes on the longest path of a plan."""
     return max(len(lane["path"]) for lane in plan["lanes"])
+
+
+def carried(plan: Json) -> Counter[int]:
+    """Return how many microbatches of a plan visit how many stages."""
+    found: Counter[int] = Counter()
+    for lane in plan["lanes"]:
+        found[len(lane["path"])] += lane["microbatches"]
+    return found
 
 
 def trainer_of(job: Json, output: Path, tokens: Path) -> Trainer:

@@ -22,7 +22,7 @@ from skippipe.study.config import EvalSettings, Study, Traffic, Variant
 from skippipe.study.engine import Engine
 from skippipe.study.path_sampling import group_by_stage, iteration_paths
 from skippipe.study.planned_time import variant_of
-from skippipe.study.traffic import LowRankSum, sent
+from skippipe.study.traffic import LowRankSum, Subspace, sent
 from skippipe.training.reference import ReferenceTrainer
 from tests.helpers.exact_training import plan_of, sampler_of
 
@@ -99,6 +99,55 @@ def test_a_hop_rounds_both_ways() -> None:
     assert sent(hidden, "") is hidden
 
 
+def test_a_subspace_carries_a_projection_both_ways() -> None:
+    chance = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 5, 16, generator=chance, requires_grad=True)
+    embedded = torch.randn(hidden.shape, generator=chance, requires_grad=True)
+    gradient = torch.randn(hidden.shape, generator=chance)
+    subspace = Subspace(Traffic(subspace=4, basis="fixed"), 16, "cpu")
+    onto = subspace.basis @ subspace.basis.T
+    arrived = subspace.sent(hidden, embedded, "")
+    torch.testing.assert_close(arrived, embedded + (hidden - embedded) @ onto)
+    found, none = torch.autograd.grad(arrived, (hidden, embedded), gradient, allow_unused=True)
+    torch.testing.assert_close(found, gradient @ onto)
+    assert none is None, "receivers make embeddings themselves, and send no gradient of them"
+    rounded = subspace.sent(hidden, embedded, "int8")
+    assert 0 < (rounded - arrived).abs().max() < 0.05, "coefficients are rounded"
+    subspace.follow()
+    assert torch.equal(subspace.basis @ subspace.basis.T, onto)
+
+
+def test_a_basis_follows_what_is_sent() -> None:
+    """Values that lie in four directions get through whole, once the basis has turned there."""
+    chance = torch.Generator().manual_seed(1)
+    directions = torch.randn(4, 16, generator=chance)
+    subspace = Subspace(Traffic(subspace=4), 16, "cpu")
+    embedded = torch.randn(6, 5, 16, generator=chance)
+    lost = []
+    for _ in range(2):
+        hidden = embedded + torch.randn(6, 5, 4, generator=chance) @ directions
+        lost.append(float((subspace.sent(hidden, embedded, "") - hidden).norm() / (hidden - embedded).norm()))
+        subspace.follow()
+    assert lost[0] > 0.5 and lost[1] < 1e-4
+
+
+def test_engines_train_in_their_subspace() -> None:
+    """With a basis of all directions as without; and with fewer, a model is evaluated with what it was trained for."""
+    plan, spec = plan_of(LANES)
+    plain = trained(plan, spec, Traffic())
+    all_of_it, less = Traffic(subspace=32), Traffic(subspace=4)
+    assert apart(trained(plan, spec, all_of_it), plain) < 1e-3 * apart(trained(plan, spec, less), plain)
+    engine = Engine(spec, plan.layers, COARSE, SkipSchedule("1/4"), traffic=less)
+    tokens = torch.randint(0, 97, (2, 8), generator=torch.Generator().manual_seed(0))
+    stages, basis = engine.stages, engine._subspace
+    assert basis is not None
+    embedded = hidden = stages[0].embed(tokens)
+    for stage in stages:
+        hidden = basis.sent(stage(hidden), embedded, "")
+    whole = tuple(range(len(stages)))
+    torch.testing.assert_close(engine.loss_of(tokens, tokens, whole, 1.0), stages[0].loss(hidden, tokens).detach())
+
+
 def test_lossless_codecs_change_nothing() -> None:
     plan, spec = plan_of(LANES)
     plain = trained(plan, spec, Traffic())
@@ -142,7 +191,12 @@ def test_engines_that_begin_again_remember_nothing() -> None:
 
     recipe = SkipSchedule("1/4")
     engine = Engine(spec, plan.layers, COARSE, recipe)
-    for traffic in (Traffic("int8", gradients="int8", replicas=REPLICAS), Traffic(gradients="rank 2"), Traffic()):
+    for traffic in (
+        Traffic("int8", gradients="int8", replicas=REPLICAS),
+        Traffic(gradients="rank 2"),
+        Traffic(subspace=4),
+        Traffic(),
+    ):
         new = after(Engine(spec, plan.layers, COARSE, recipe, traffic=traffic))
         for _ in range(2):
             engine.begin_again(spec, COARSE, recipe, traffic)
@@ -170,6 +224,11 @@ def test_results_from_before_codecs_are_still_known() -> None:
     (run,) = study.runs
     assert run.settings["variant"]["traffic"] == {"wire": "int8", "wire_back": "", "gradients": "rank 4", "replicas": 3}
     assert run.settings["measuring"]["wire"] == ["int8"]
+    known = run.settings["variant"]["traffic"]
+    projected = replace(coded, traffic=replace(coded.traffic, subspace=8))
+    (other,) = replace(study, variant=[projected]).runs
+    assert other.settings["variant"]["traffic"] == {**known, "subspace": 8, "basis": "tracked"}
+    assert variant_of({"settings": other.settings}).traffic == projected.traffic
     assert variant_of({"settings": run.settings}).traffic == coded.traffic
     assert Traffic(gradients="rank-4").rank == coded.traffic.rank == 4
 
@@ -192,6 +251,7 @@ def test_replicas_have_parts_of_one_shape() -> None:
         ({"wire": "int3"}, r"traffic\.wire: there is no codec 'int3', but fp32"),
         ({"gradients": "rank x"}, r"traffic\.gradients: there is no codec 'rank x'"),
         ({"wire_back": "int8"}, r"needs traffic\.wire"),
+        ({"basis": "fixed"}, r"traffic\.basis: needs traffic\.subspace"),
         ({"replicas": 4}, "30 microbatches do not divide into 4 equal parts"),
     ],
 )

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info
 from skippipe.checkpoint.manager import export, origin_of
 from skippipe.errors import UserError
+from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
 from skippipe.model.stage import is_bridge
 from skippipe.plan import Plan
 from skippipe.planner.request import PlanRequest
@@ -86,6 +87,9 @@ def test_a_job_with_bridges_from_the_plan_to_the_exported_folder(tmp_path: Path)
         assert validate(plan) == []
         assert all(a < b for lane in plan.lanes for a, b in pairwise(plan.visits(lane))), "bridges lead forward"
     assert made.plan.workload.bridge_parameters == 3 * 32 * (2 * RANK + 1)
+    without = replace(made.plan.workload, bridge_rank=0)
+    extra = made.plan.workload.forward_flops(1) - without.forward_flops(1)
+    assert extra == 16 * 2 * (32 * RANK + RANK * 32), "two a weight and token"
     losses = trained(made, "virtual")
     once = elsewhere(made, tmp_path / "once")
     assert trained(once, "one-process") == pytest.approx(losses, rel=1e-4)
@@ -100,15 +104,28 @@ def test_a_job_with_bridges_from_the_plan_to_the_exported_folder(tmp_path: Path)
     }
     assert any(each.abs().max() > 0 for name, each in stored.items() if "gain" in name)
 
+    # The checkpoint answers as the folder does, whole and with stages missing, also stage by stage
+    from_checkpoint, from_folder = load(run), load(model)
+    outline = read_outline(run)
+    assert from_checkpoint.stand_ins and outline.stand_ins == StandInsInfo((1, 1, 1, 2), bridges=RANK)
+    for number, stage in enumerate(from_checkpoint.stages):
+        for other in (from_folder.stages[number], load_stage(outline, number)):
+            assert all(torch.equal(other.state_dict()[name], each) for name, each in stage.state_dict().items())
+    with pytest.raises(
+        UserError, match=r"--cut 5: the bridges of .* are for stages of 1,1,1,2 layers; leave --cut out"
+    ):
+        read_outline(run, "5")
+    assert not load(run, "5", stand_ins=False).stand_ins
+
     # The checkpoint becomes the same folder, and without that file it is an ordinary model.
     export(run / "checkpoints" / "000006", tmp_path / "exported")
     again = load_file(tmp_path / "exported" / BRIDGES_FILE)
     assert all(torch.equal(again[name], each) for name, each in stored.items())
     (tmp_path / "exported" / BRIDGES_FILE).unlink()
-    load: Any = AutoModelForCausalLM.from_pretrained
-    loaded, info = load(model, output_loading_info=True)
+    from_transformers: Any = AutoModelForCausalLM.from_pretrained
+    loaded, info = from_transformers(model, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    plain = load(tmp_path / "exported").state_dict()
+    plain = from_transformers(tmp_path / "exported").state_dict()
     assert all(torch.equal(plain[name], each) for name, each in loaded.state_dict().items())
     assert not any(is_bridge(name) for name in plain)
 

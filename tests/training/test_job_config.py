@@ -28,7 +28,7 @@ from skippipe.toml_config import example, field_texts, from_table
 from skippipe.training import train_job
 from skippipe.training.backends import BACKENDS, one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run, plans_by_length
-from skippipe.training.job_config import JobConfig, load_job
+from skippipe.training.job_config import ADVISED, JobConfig, load_job
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
@@ -159,6 +159,11 @@ def test_the_example_is_the_default_job_with_every_field_explained() -> None:
             assert field_texts(type(inner)).keys() == names, f"[{field.name}] has unexplained fields"
     assert field_texts(JobConfig).keys() == said.keys()
     assert max(len(line) for line in text.splitlines()) <= 100
+    advised = from_table(JobConfig, tomllib.loads(example(JobConfig, advised=ADVISED)))
+    assert {name: advised.value(name) for name in ADVISED} == ADVISED
+    assert replace(advised, transport=JobConfig().transport, averaging=JobConfig().averaging) == JobConfig()
+    words = example(JobConfig, advised=ADVISED).replace("#", " ").split()
+    assert " ".join(words).count("Left out: ") == len(ADVISED)
 
 
 def test_the_rate_falls_over_the_run_unless_it_is_told_otherwise() -> None:

@@ -92,6 +92,8 @@ FIELDS: dict[str, Any] = {
     "pipeline.max_slots": Change(2),
     "pipeline.split_backward": Change(True),
     "pipeline.budget_s": Change(0.5),
+    "pipeline.nats": Change(0.02),
+    "pipeline.prices": Change("prices.toml", {"pipeline.nats": 0.02}, {"pipeline.nats": 0.02}),
     "recipe.skip": Change("1/3 until 50%, 0", {"pipeline.skip": None}),
     "recipe.grow": Refused("50%"),
     "recipe.residual": Change("scaled"),
@@ -162,6 +164,9 @@ WITHOUT_EFFECT: list[tuple[str, Any, Values]] = [
     ("emulation.like", "llama-8b", {}),
     ("emulation.time", 0.5, {}),
     ("checkpoint.keep", 3, {"checkpoint.every": 0}),
+    ("transport.wire", "int8", {"pipeline.nats": 0.02}),
+    ("averaging.dtype", "int8", {"pipeline.nats": 0.02}),
+    ("pipeline.prices", "prices.toml", {}),
     ("survive.restarts", 1, JOINING),
     ("survive.lost_stage", "neighbours", TORCH),
     ("survive.backup_every", 5, TORCH),
@@ -186,6 +191,7 @@ WITHOUT_EFFECT: list[tuple[str, Any, Values]] = [
             "pipeline.split_backward": True,
             "pipeline.strategy": "skippipe",
             "pipeline.budget_s": 0.5,
+            "pipeline.nats": 0.02,
         }.items()
     ),
     ("emulation.time", 0.5, {**PLANNED, "cluster": None, "emulation.enabled": True}),
@@ -218,6 +224,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "chats.jsonl").write_text((json.dumps({"prompt": "It was", "completion": "the best"}) + "\n") * 20)
     chat_tokenizer().save(made / "chat")
     train_bpe([WORDS], 300).save(made / "tokenizer")
+    (made / "prices.toml").write_text("[int8]\nhops = 90.0\nweight_gradients = 90.0\n[int4]\nweight_gradients = 90.0\n")
     export_to(made / "weights")
     return made
 
