@@ -16,12 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import fuzz
-from benchmarks.fuzz import Reader, odd_json, spoiled
+from benchmarks.fuzz import LIMITS, Reader, odd_json, spoiled
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import Hello
 from skippipe.runtime.relay_pool import RelayInfo
+from skippipe.transport.message import Malformed, _json
 from skippipe.transport.relay import CALLEE, CALLER
 from skippipe.transport.streams import Handler, StreamLoop
 from skippipe.transport.token_gate import MAGIC, PREFACE, TokenGate, token_of
@@ -123,11 +124,7 @@ def bad_hello(rng: random.Random) -> list[bytes]:
 
 
 def take_hello(frames: list[bytes]) -> bool:
-    try:
-        value = json.loads(frames[0].decode(errors="surrogatepass"))
-    except (ValueError, RecursionError):
-        raise UserError("no JSON: a mailbox refuses it") from None
-    hello = from_json(value)
+    hello = from_json(_json(frames, len(frames[0]), LIMITS))  # as a mailbox does
     if not isinstance(hello, Hello):
         raise UserError("another message")
     info = RelayInfo.of(hello)
@@ -137,7 +134,7 @@ def take_hello(frames: list[bytes]) -> bool:
 
 READERS = {
     "prefaces": Reader(bad_preface, show, (UserError,), 70),
-    "hellos": Reader(bad_hello, take_hello, (UserError,), 30),
+    "hellos": Reader(bad_hello, take_hello, (Malformed, UserError), 30),
 }
 
 
