@@ -17,6 +17,7 @@ from skippipe.transport.addresses import split_all
 
 RELAY_HELLO_S = 1.0  # from one hello of a relay to the next
 RELAY_SILENT_S = 5.0
+LONGEST_ADDRESS = 300  # characters, of all addresses of a relay together
 SAME_ATTEMPT_S = 5.0  # a request of the same pair within that time says that the last one was in vain
 
 
@@ -36,6 +37,8 @@ class RelayInfo:
         """UserError if it is not the hello of a relay."""
         if len(hello.relay) != 3 or not all(rate > 0 for rate in hello.relay[:2]) or not 0 <= hello.relay[2] < inf:
             raise UserError("this cluster knows it as a relay: start it with 'skippipe relay'")
+        if len(hello.address) > LONGEST_ADDRESS:
+            raise UserError(f"its addresses have {len(hello.address)} characters; at most {LONGEST_ADDRESS} are taken")
         split_all(hello.address)
         return cls(hello.address, hello.relay[0], hello.relay[1], int(hello.relay[2]))
 

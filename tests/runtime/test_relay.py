@@ -216,6 +216,7 @@ def test_pairs_go_to_the_relay_with_fewest_streams_and_to_the_next_if_they_ask_a
         ("10.0.0.1:5560", [1.0, 0.0, 2.0], "start it with 'skippipe relay'"),
         ("10.0.0.1:5560", [1.0, 1.0, float("nan")], "start it with 'skippipe relay'"),
         (OUT_ONLY, [1.0, 1.0, 0.0], "expected host:port"),
+        ("a" * 3000 + ":1", [1.0, 1.0, 0.0], "its addresses have 3002 characters"),
     ],
 )
 def test_a_hello_that_is_none_of_a_relay(address: str, relay: list[float], complaint: str) -> None:
