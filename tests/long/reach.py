@@ -103,8 +103,9 @@ def finding(said: str, check: str) -> str:
 
 
 def test_a_machine_behind_a_home_router_joins_by_invitation_and_trains(street: Street) -> None:
-    """It is found out that Bob cannot be called. Carol's IPv4 does not work: she is reached at the other address."""
-    street.carol.root("ip rule add to 10.0.0.0/24 blackhole")
+    """It is found out that Bob cannot be called. Between Ann and Carol IPv4 does not work: they meet over IPv6, and Bob,
+    who has IPv4 alone, calls Carol at her other address."""
+    street.ann.root("ip rule add to 10.0.0.3 blackhole")
     street.job("bob", "carol")
     invited = {name: street.invite(name) for name in ("bob", "carol")}
     run = street.ann.start(f"{SKIPPIPE} train job.toml")
