@@ -103,8 +103,8 @@ def finding(said: str, check: str) -> str:
 
 
 def test_a_machine_behind_a_home_router_joins_by_invitation_and_trains(street: Street) -> None:
-    """It is found out that Bob cannot be called. Between Ann and Carol IPv4 does not work: they meet over IPv6, and Bob,
-    who has IPv4 alone, calls Carol at her other address."""
+    """It is found out that Bob cannot be called. Between Ann and Carol IPv4 does not work: they meet over IPv6, and
+    Bob, who has IPv4 alone, calls Carol at her other address."""
     street.ann.root("ip rule add to 10.0.0.3 blackhole")
     street.job("bob", "carol")
     invited = {name: street.invite(name) for name in ("bob", "carol")}
@@ -136,7 +136,7 @@ def test_a_closed_port_and_a_blocked_coordinator(street: Street) -> None:
         r"router let TCP ports 5554 and 5555 through\?",
         finding(said, "coordinator"),
     )
-    said = street.carol.start(f"{SKIPPIPE} node '{invited['carol']}' --patience 2").ends(1)
+    said = street.carol.start(f"{SKIPPIPE} node '{invited['carol']}' --patience 2").ends(2)
     assert re.search(r"^error: waited 2 s for the coordinator: 10\.0\.0\.1:5554: nothing came back", said, re.MULTILINE)
     street.ann.root("ip rule del to 10.0.0.3 blackhole")
     carol = street.node(street.carol, invited["carol"])
