@@ -104,7 +104,7 @@ def test_a_node_that_is_back_while_others_build_builds_its_stage_again() -> None
     harness.send(5, Ready())
     assert is_now(coordinator, CoordinatorState.PREPARING), "it is waited for"
     harness.send(2, Ready())
-    assert env.new_messages() == {node: [Begin(0, 1, True)] for node in range(6)}
+    assert env.new_messages() == {node: [Begin(0, 1, False)] for node in range(6)}
 
 
 def test_a_node_that_is_cut_off_while_it_builds_is_declared_dead() -> None:
