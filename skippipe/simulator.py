@@ -62,6 +62,8 @@ class PlacementCosts:
     slots: Ints
     workers: Ints
     """[node]: tasks that it runs side by side; 1 if it holds no stage."""
+    worker_slots: Ints
+    """[node]: slots of each of its workers."""
     flight_ns: Ints
     transmit_ns: Ints
     upload_ns: Ints
@@ -103,6 +105,7 @@ class PlacementCosts:
             head_ns=costs.head_ns,
             slots=slots,
             workers=workers,
+            worker_slots=slots // workers,
             flight_ns=costs.flight_ns,
             transmit_ns=costs.transmit_ns,
             upload_ns=costs.upload_ns,
@@ -140,7 +143,7 @@ class PlacementCosts:
             self.backward_ns,
             self.weight_ns,
             self.head_ns,
-            self.slots // self.workers,
+            self.worker_slots,
             self.workers,
             self.flight_ns,
             self.transmit_ns,

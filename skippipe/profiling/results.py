@@ -231,7 +231,7 @@ def _node(results: Sequence[ProfileResult], name: str) -> Node:
     newest = known[-1].nodes[name]
     flops_per_s = _typical(_same_work(known, name), lambda each: each.flops_per_s)
     rates = {which: _typical_rate(known, name, which) for which in RATES}
-    limits = {which: None if rate == inf else rate for which, rate in rates.items()}
+    limits: dict[str, Any] = {which: None if rate == inf else rate for which, rate in rates.items()}
     return Node(name, newest.location, flops_per_s, newest.memory_bytes, **limits)
 
 

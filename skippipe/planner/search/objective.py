@@ -33,7 +33,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     stage_of, counts, paths = state.stage_of, state.counts, state.paths
     nodes, stages = len(stage_of), len(state.size)
     forward, backward, weight = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    slots, workers, worker_slots = np.zeros(nodes, np.int64), np.ones(nodes, np.int64), np.zeros(nodes, np.int64)
+    slots, workers = np.zeros(nodes, np.int64), np.ones(nodes, np.int64)
     step_ns = 0
     for node in range(nodes):
         stage = stage_of[node]
@@ -42,10 +42,9 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
             forward[node] = tables.forward_ns[layers, node]
             backward[node] = tables.backward_ns[layers, node]
             weight[node] = tables.weight_ns[layers, node]
-            slots[node] = worker_slots[node] = tables.slots[other, layers, node]
-            if tables.workers[other, layers, node] > 1:
+            slots[node] = tables.slots[other, layers, node]
+            if tables.several:
                 workers[node] = tables.workers[other, layers, node]
-                worker_slots[node] //= workers[node]
             step_ns = max(step_ns, tables.step_ns[other, layers, node])
     head = tables.head_ns[state.layers[0]]
 
@@ -95,9 +94,11 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     for stage in range(1, stages):
         if tables.visitable[stage]:
             uneven += abs(exposure[stage] - visits // visitable)
-    for node in range(nodes):
-        if workers[node] > 1:
+    if tables.several:
+        for node in range(nodes):
+            slots[node] //= workers[node]  # of each worker
             load[node] = -(-load[node] // workers[node])
+    for node in range(nodes):
         if load[node] + step_ns > limit:
             return INFINITE_NS, 0, INFINITE_NS
 
@@ -119,7 +120,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         backward,
         weight,
         head,
-        worker_slots,
+        slots,
         workers,
         tables.flight_ns,
         tables.transmit_ns,
