@@ -41,12 +41,12 @@ def run_iteration(
     paths: Ints,  # [lane, hop] node; rows are padded at the end
     lengths: Ints,  # [lane]
     microbatches: Ints,  # [lane]
-    forward_ns: Ints,  # [node], as are the next five
+    forward_ns: Ints,  # [node], as are all up to the workers
     backward_ns: Ints,
     weight_ns: Ints,
     head_ns: Ints,
     slots: Ints,  # of each worker
-    workers: Ints,
+    workers: Ints | None,  # None: one each; that makes a kernel of its own, without what several take
     flight_ns: Ints,  # [from, to]
     transmit_ns: Ints,  # [pass, from, to]
     upload_ns: Ints,  # [pass, from, to]: time for which a message keeps the sender's upload busy; 0: for none
@@ -74,22 +74,21 @@ def run_iteration(
 
     waiting = np.full(nodes, -1, np.int64)  # first lane of a linked list of those that are ready
     behind = np.full(lanes, -1, np.int64)  # the next in that list
+    several = workers is not None
     # a node with one worker has its own number for that; all workers of others come after these
+    first_worker = np.arange(nodes if several else 0)
+    last_worker = first_worker.copy()
     all_workers = nodes
-    for node in range(nodes):
-        if workers[node] > 1:
-            all_workers += workers[node]
-    several = all_workers > nodes
-    first_worker = np.empty(nodes if several else 0, np.int64)
-    node_of = np.empty(all_workers if several else 0, np.int64)
-    if several:
-        worker = nodes
+    if workers is not None:
         for node in range(nodes):
-            first_worker[node] = worker
-            node_of[node] = node
-            for _ in range(workers[node] if workers[node] > 1 else 0):
-                node_of[worker] = node
-                worker += 1
+            if workers[node] > 1:
+                first_worker[node] = all_workers
+                all_workers += workers[node]
+                last_worker[node] = all_workers - 1
+    node_of = np.arange(all_workers if several else 0)
+    for node in range(len(first_worker)):
+        for worker in range(first_worker[node], last_worker[node] + 1):
+            node_of[worker] = node
     worker_at = np.empty(paths.shape if several else (0, 0), np.int64)  # [lane, hop]: which has its microbatch
     free_ns = np.zeros(all_workers, np.int64)  # [worker], as are the next three
     held = np.zeros(all_workers, np.int64)
@@ -139,7 +138,7 @@ def run_iteration(
                     slack_ns[lane] -= start - now
                 size = push(times, codes, size, start + transmit_ns[kind, sender, node], lane)
                 continue
-            if code < -all_workers:
+            if several and code < -all_workers:
                 lane = code - leaving
                 length = lengths[lane]
                 node = paths[lane, place(step[lane] - 1, length)]
@@ -182,10 +181,9 @@ def run_iteration(
             node = deciding[decision]
             decision += 1
             worker = node
-            alone = not several or workers[node] == 1
+            alone = not several or first_worker[node] == node
             if not alone:
-                first = first_worker[node]
-                worker = emptiest_worker(first, first + workers[node], free_ns, held, now)
+                worker = emptiest_worker(first_worker[node], last_worker[node] + 1, free_ns, held, now)
                 if worker < 0:
                     continue
             elif free_ns[node] > now:
@@ -248,9 +246,8 @@ def run_iteration(
                     record[task, 0] = ready_ns[lane]
             else:  # weight gradients: of all urgencies theirs comes last
                 if not alone:
-                    last = first_worker[node] + workers[node] - 1
                     worker = first_worker[node]
-                    while worker < last and (undone[worker] == 0 or free_ns[worker] > now):
+                    while worker < last_worker[node] and (undone[worker] == 0 or free_ns[worker] > now):
                         worker += 1
                 if undone[worker] == 0 or free_ns[worker] > now:
                     continue

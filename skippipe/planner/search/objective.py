@@ -112,14 +112,45 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
                 _estimate_exchange(state, stage, idle, tables, transfers_ns[stage])
             if _averaged(state, stage, load, tables, transfers_ns[stage]) + step_ns > limit:
                 return INFINITE_NS, 0, INFINITE_NS
-    last_ns, left = run_iteration(
-        paths,
+    tasks_ns = forward, backward, weight, head
+    if tables.several:
+        last_ns, left = _run_iteration(state, tables, tasks_ns, slots, workers, slack_ns, done_ns)
+    else:
+        last_ns, left = _run_iteration(state, tables, tasks_ns, slots, None, slack_ns, done_ns)
+    if left > 0:
+        return INFINITE_NS, 0, INFINITE_NS
+    if tables.full:
+        for stage in range(stages):
+            ended_ns = _averaged(state, stage, done_ns, tables, transfers_ns[stage])
+            last_ns = max(last_ns, ended_ns)
+        last_ns += step_ns
+    close_ns = 0
+    for lane in range(len(counts)):
+        if counts[lane] > 0:
+            close_ns += max(0, limit - slack_ns[lane] - last_ns + last_ns // CLOSE)
+    extra_ns = travel_ns // lanes // TRAVEL_WEIGHT + close_ns // lanes // CROWD
+    return last_ns + extra_ns + uneven * (last_ns // UNEVEN), most - least, last_ns
+
+
+@kernel
+def _run_iteration(
+    state: State,
+    tables: Tables,
+    tasks_ns: tuple[Ints, Ints, Ints, Ints],
+    slots: Ints,
+    workers: Ints | None,
+    slack_ns: Ints,
+    done_ns: Ints,
+) -> tuple[int, int]:
+    nodes = len(done_ns)
+    return run_iteration(
+        state.paths,
         state.lengths,
-        counts,
-        forward,
-        backward,
-        weight,
-        head,
+        state.counts,
+        tasks_ns[0],
+        tasks_ns[1],
+        tasks_ns[2],
+        tasks_ns[3],
         slots,
         workers,
         tables.flight_ns,
@@ -136,19 +167,6 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         np.empty(nodes, np.int64),
         np.empty((0, 4), np.int64),
     )
-    if left > 0:
-        return INFINITE_NS, 0, INFINITE_NS
-    if tables.full:
-        for stage in range(stages):
-            ended_ns = _averaged(state, stage, done_ns, tables, transfers_ns[stage])
-            last_ns = max(last_ns, ended_ns)
-        last_ns += step_ns
-    close_ns = 0
-    for lane in range(len(counts)):
-        if counts[lane] > 0:
-            close_ns += max(0, limit - slack_ns[lane] - last_ns + last_ns // CLOSE)
-    extra_ns = travel_ns // lanes // TRAVEL_WEIGHT + close_ns // lanes // CROWD
-    return last_ns + extra_ns + uneven * (last_ns // UNEVEN), most - least, last_ns
 
 
 @kernel
