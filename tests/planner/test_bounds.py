@@ -21,7 +21,7 @@ from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.bounds.load_relaxation import averaging_by_size_ns
+from skippipe.planner.bounds.load_relaxation import averaging_by_size_ns, loaded_by_size_ns
 from skippipe.planner.bounds.lower_bound import lower_bound
 from skippipe.planner.bounds.node_classes import NodeClasses, all_tours, shortest_rounds_ns
 from skippipe.planner.problem import DecisionVariables, Placement, Problem, lane_unit
@@ -234,6 +234,17 @@ def test_one_room_is_limited_by_work() -> None:
     work_ns = int((problem.costs.forward_ns + problem.costs.backward_ns)[:, 0].sum() + problem.costs.head_ns[0])
     assert bound.ns > 64 * work_ns // 8
     assert bound.reason == "node load"
+
+
+def test_a_stage_of_one_node_is_done_when_the_best_node_could_be() -> None:
+    cluster = random_cluster(6, 3)
+    nodes = tuple(replace(node, devices=3 if at == 2 else 1) for at, node in enumerate(cluster.nodes))
+    work = Workload(MODELS["llama-30m"], microbatches=10)
+    problem = Problem(replace(cluster, nodes=nodes), work, 2, 2, timing=Timing.CONTENTION_ONLY)
+    each_ns = (problem.costs.forward_ns + problem.costs.backward_ns)[0] + problem.costs.head_ns
+    together_ns = -(-10 * each_ns // problem.costs.workers[0])
+    assert len(set(together_ns.tolist())) == 6
+    assert loaded_by_size_ns(problem, NodeClasses.of(problem), 0, 1) == [int(together_ns.min())]
 
 
 def test_tours_of_kinds_are_tours_of_nodes() -> None:

@@ -95,7 +95,7 @@ def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: 
     first_ns = int(before_ns(classes)[able].min(initial=NEVER_NS)) if stage else 0
     share = share_of(problem, stage)
     on_busiest = -(-share // np.arange(1, len(taken_ns) + 1))
-    busiest_ns = -(-on_busiest[:, None] * work // workers).min(axis=1, initial=NEVER_NS)
+    busiest_ns = (-(-on_busiest[:, None] * work // workers)).min(axis=1, initial=NEVER_NS)
     together_ns = (share / np.cumsum(1 / taken_ns) * (1 - ROUNDING)).astype(np.int64)
     found: list[int] = (first_ns + np.maximum(busiest_ns, together_ns)).tolist()
     return found + [NEVER_NS] * (most - len(found))
