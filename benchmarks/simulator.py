@@ -46,7 +46,7 @@ def speeds(plan: Plan, timing: Timing, split: bool) -> tuple[float, float]:
     costs.run_iteration(paths, lengths, microbatches)  # compile
     compiled = per_second(lambda: costs.run_iteration(paths, lengths, microbatches))
     tasks = costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns
-    links = costs.slots, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns, costs.download_ns
+    links = costs.worker_slots, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns, costs.download_ns
     out = NO_SLACK, np.empty(len(plan.cluster), np.int64), *free_links(len(plan.cluster)), NO_RECORD
     plain = event_loop.run_iteration.py_func  # type: ignore[attr-defined]
     rest = timing is Timing.FULL, costs.order, split, *out

@@ -41,12 +41,12 @@ def run_iteration(
     paths: Ints,  # [lane, hop] node; rows are padded at the end
     lengths: Ints,  # [lane]
     microbatches: Ints,  # [lane]
-    forward_ns: Ints,  # [node], as are the next five
+    forward_ns: Ints,  # [node], as are all up to the workers
     backward_ns: Ints,
     weight_ns: Ints,
     head_ns: Ints,
     slots: Ints,  # of each worker
-    workers: Ints,
+    workers: Ints | None,  # None: one each; that makes a kernel of its own, without what several take
     flight_ns: Ints,  # [from, to]
     transmit_ns: Ints,  # [pass, from, to]
     upload_ns: Ints,  # [pass, from, to]: time for which a message keeps the sender's upload busy; 0: for none
@@ -74,15 +74,21 @@ def run_iteration(
 
     waiting = np.full(nodes, -1, np.int64)  # first lane of a linked list of those that are ready
     behind = np.full(lanes, -1, np.int64)  # the next in that list
-    first_worker = np.empty(nodes + 1, np.int64)
-    first_worker[0] = 0
-    for node in range(nodes):
-        first_worker[node + 1] = first_worker[node] + workers[node]
-    all_workers = first_worker[nodes]
-    node_of = np.empty(all_workers, np.int64)
-    for node in range(nodes):
-        node_of[first_worker[node] : first_worker[node + 1]] = node
-    several = all_workers > nodes
+    several = workers is not None
+    # a node with one worker has its own number for that; all workers of others come after these
+    first_worker = np.arange(nodes if several else 0)
+    last_worker = first_worker.copy()
+    all_workers = nodes
+    if workers is not None:
+        for node in range(nodes):
+            if workers[node] > 1:
+                first_worker[node] = all_workers
+                all_workers += workers[node]
+                last_worker[node] = all_workers - 1
+    node_of = np.arange(all_workers if several else 0)
+    for node in range(len(first_worker)):
+        for worker in range(first_worker[node], last_worker[node] + 1):
+            node_of[worker] = node
     worker_at = np.empty(paths.shape if several else (0, 0), np.int64)  # [lane, hop]: which has its microbatch
     free_ns = np.zeros(all_workers, np.int64)  # [worker], as are the next three
     held = np.zeros(all_workers, np.int64)
@@ -132,36 +138,40 @@ def run_iteration(
                     slack_ns[lane] -= start - now
                 size = push(times, codes, size, start + transmit_ns[kind, sender, node], lane)
                 continue
-            if code < -all_workers:
+            if several and code < -all_workers:
                 lane = code - leaving
                 length = lengths[lane]
                 node = paths[lane, place(step[lane] - 1, length)]
                 target = paths[lane, place(step[lane], length)]
                 kind = message_pass(step[lane], length)
-                start = transmission_start(
-                    kind, node, target, now, transmit_ns, upload_ns, link_free_ns, upload_free_ns
-                )
+                start = now
+                if upload_ns[kind, node, target] > 0:
+                    start = max(now, upload_free_ns[node])
+                    upload_free_ns[node] = start + upload_ns[kind, node, target]
+                start = max(start, link_free_ns[node, target])
                 if has_slack:
                     slack_ns[lane] -= start - now
+                arrival = start + transmit_ns[kind, node, target]
+                link_free_ns[node, target] = arrival
                 if download_ns[kind, node, target] > 0:
                     size = push(times, codes, size, start + flight_ns[node, target], lanes + lane)
                 else:
-                    arrival = start + transmit_ns[kind, node, target] + flight_ns[node, target]
-                    size = push(times, codes, size, arrival, lane)
+                    size = push(times, codes, size, arrival + flight_ns[node, target], lane)
                 continue
             if code < 0:
-                will_wake[-1 - code] = False
-                node = node_of[-1 - code]
+                node = -1 - code
+                will_wake[node] = False
+                if several:
+                    node = node_of[node]
             else:
                 node = paths[code, place(step[code], lengths[code])]
                 ready_ns[code] = now
                 behind[code] = waiting[node]
                 waiting[node] = code
-                worker = first_worker[node]
-                if workers[node] == 1 and free_ns[worker] > now:
-                    if not will_wake[worker]:
-                        will_wake[worker] = True
-                        size = push(times, codes, size, free_ns[worker], -1 - worker)
+                if free_ns[node] > now:  # never, of several workers
+                    if not will_wake[node]:
+                        will_wake[node] = True
+                        size = push(times, codes, size, free_ns[node], -1 - node)
                     continue
             deciding[decisions] = node
             decisions += 1
@@ -170,13 +180,13 @@ def run_iteration(
         while decision < decisions:
             node = deciding[decision]
             decision += 1
-            alone = workers[node] == 1
-            worker = first_worker[node]
+            worker = node
+            alone = not several or first_worker[node] == node
             if not alone:
-                worker = emptiest_worker(worker, first_worker[node + 1], free_ns, held, now)
+                worker = emptiest_worker(first_worker[node], last_worker[node] + 1, free_ns, held, now)
                 if worker < 0:
                     continue
-            elif free_ns[worker] > now:
+            elif free_ns[node] > now:
                 continue  # decided already
             best = -1
             before_best = -1
@@ -237,7 +247,7 @@ def run_iteration(
             else:  # weight gradients: of all urgencies theirs comes last
                 if not alone:
                     worker = first_worker[node]
-                    while worker < first_worker[node + 1] - 1 and (undone[worker] == 0 or free_ns[worker] > now):
+                    while worker < last_worker[node] and (undone[worker] == 0 or free_ns[worker] > now):
                         worker += 1
                 if undone[worker] == 0 or free_ns[worker] > now:
                     continue
@@ -248,18 +258,20 @@ def run_iteration(
                     task = oldest[worker]
                     oldest[worker] = after[task]
             free_ns[worker] = end
-            done_ns[node] = max(done_ns[node], end)
-            last_ns = max(last_ns, end)
-            if not alone:
+            if alone:
+                done_ns[node] = end
+            else:
+                done_ns[node] = max(done_ns[node], end)
                 deciding[decisions] = node  # another worker may be free
                 decisions += 1
-            if not will_wake[worker] and (waiting[node] >= 0 or undone[worker] > 0 or not alone):
+            last_ns = max(last_ns, end)
+            if (waiting[node] >= 0 or undone[worker] > 0 or not alone) and not will_wake[worker]:
                 will_wake[worker] = True
                 size = push(times, codes, size, end, -1 - worker)
             if recording:
                 record[task, 1] = now
                 record[task, 2] = end
-                record[task, 3] = worker - first_worker[node]
+                record[task, 3] = 0 if alone else worker - first_worker[node]
             if lane < 0:
                 continue
 
@@ -280,43 +292,26 @@ def run_iteration(
                         size = push(times, codes, size, end, leaving + lane)
                         continue
                     if queued:
-                        start = transmission_start(
-                            kind, node, target, end, transmit_ns, upload_ns, link_free_ns, upload_free_ns
-                        )
+                        start = end
+                        if upload_ns[kind, node, target] > 0:
+                            start = max(end, upload_free_ns[node])
+                            upload_free_ns[node] = start + upload_ns[kind, node, target]
+                        start = max(start, link_free_ns[node, target])
                         if has_slack:
                             slack_ns[lane] -= start - end
+                        arrival = start + transmit_ns[kind, node, target]
+                        link_free_ns[node, target] = arrival
                         if download_ns[kind, node, target] > 0:
                             step[lane] = at
                             size = push(times, codes, size, start + flight_ns[node, target], lanes + lane)
                             continue
-                        arrival = start + transmit_ns[kind, node, target] + flight_ns[node, target]
+                        arrival += flight_ns[node, target]
                     else:
                         arrival = end + transmit_ns[kind, node, target] + flight_ns[node, target]
             step[lane] = at
             size = push(times, codes, size, arrival, lane)
 
     return last_ns, left
-
-
-@kernel
-def transmission_start(
-    kind: int,
-    sender: int,
-    receiver: int,
-    leaves_ns: int,
-    transmit_ns: Ints,
-    upload_ns: Ints,
-    link_free_ns: Ints,
-    upload_free_ns: Ints,
-) -> int:
-    """When the link begins with a message, after the upload and the messages before it; both are busy with it then."""
-    start = leaves_ns
-    if upload_ns[kind, sender, receiver] > 0:
-        start = max(start, upload_free_ns[sender])
-        upload_free_ns[sender] = start + upload_ns[kind, sender, receiver]
-    start = max(start, link_free_ns[sender, receiver])
-    link_free_ns[sender, receiver] = start + transmit_ns[kind, sender, receiver]
-    return start
 
 
 @kernel

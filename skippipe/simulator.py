@@ -60,8 +60,10 @@ class PlacementCosts:
     """[node]: weight gradients; 0 if the backward is not split."""
     head_ns: Ints
     slots: Ints
-    workers: Ints
-    """[node]: tasks that it runs side by side; 1 if it holds no stage."""
+    workers: Ints | None
+    """[node]: tasks that it runs side by side; 1 if it holds no stage. None: one each."""
+    worker_slots: Ints
+    """[node]: slots of each of its workers."""
     flight_ns: Ints
     transmit_ns: Ints
     upload_ns: Ints
@@ -102,7 +104,8 @@ class PlacementCosts:
             weight_ns=weight,
             head_ns=costs.head_ns,
             slots=slots,
-            workers=workers,
+            workers=workers if (workers > 1).any() else None,
+            worker_slots=slots // workers,
             flight_ns=costs.flight_ns,
             transmit_ns=costs.transmit_ns,
             upload_ns=costs.upload_ns,
@@ -140,7 +143,7 @@ class PlacementCosts:
             self.backward_ns,
             self.weight_ns,
             self.head_ns,
-            self.slots // self.workers,
+            self.worker_slots,
             self.workers,
             self.flight_ns,
             self.transmit_ns,

@@ -201,7 +201,8 @@ class Timeline:
             lane, microbatch, step, name, *times = row(entry, at, len(columns))
             whole = (as_integer(lane, at), as_integer(microbatch, at), as_integer(step, at))
             device = as_integer(times.pop(), at) if len(times) > len(TIME_COLUMNS) else 0
-            tasks.append(Task(*whole, node(name, at), *(time(each, at) for each in times), device))
+            ready_ns, start_ns, end_ns = (time(each, at) for each in times)
+            tasks.append(Task(*whole, node(name, at), ready_ns, start_ns, end_ns, device))
         fields.close()
         return cls(timing, iteration_ns, last_ns, tuple(averaging), tuple(nodes), tuple(links), tuple(tasks))
 

@@ -88,9 +88,9 @@ class RayLauncher:
         )
 
     def start(self, address: str) -> None:
-        device = {"device": "cuda"} if self._resources["GPU"] else {}  # the one that Ray lets an actor see
+        devices = {"devices": "cuda"} if self._resources["GPU"] else {}  # the one that Ray lets an actor see
         for name, actor in self._actors.items():
-            self._running[name] = actor.run.remote({**join_config(name, address, self.keys), **device})
+            self._running[name] = actor.run.remote({**join_config(name, address, self.keys), **devices})
 
     def ended(self) -> list[tuple[str, str]]:
         if not self._running:

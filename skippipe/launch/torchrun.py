@@ -115,7 +115,7 @@ class TorchrunLauncher:
     def start(self, address: str) -> None:
         assert self._store is not None
         for number, name in enumerate(self._names[1:], start=1):
-            config = {**join_config(name, address, self.keys), "device": self._device}
+            config = {**join_config(name, address, self.keys), "devices": self._device}
             self._store.set(f"join config {number}", json.dumps(config))
         self._first.start(address, **_machine_settings(address, self._device, self._rank, self._tokens))
 
@@ -137,7 +137,7 @@ def run_rank(rank: Rank, roles: Roles, tokens: Path | None) -> None:
     config = _wait(store, f"join config {rank.number}", "from rank 0", PLAN_TIMEOUT)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every rank; rank 0 decides what it means
     keys = [pair.public, pair.secret] if config["security"] == "curve" else None
-    settings = _machine_settings(config["coordinator"], config["device"], rank, tokens)
+    settings = _machine_settings(config["coordinator"], config["devices"], rank, tokens)
     if reason := node_main(roles, {**config, **settings, "keys": keys}):
         raise UserError(reason)
 

@@ -234,8 +234,8 @@ def _node(results: Sequence[ProfileResult], name: str) -> Node:
     newest = known[-1].nodes[name]
     flops_per_s = _typical(_same_work(known, name), lambda each: each.flops_per_s)
     rates = {which: _typical_rate(known, name, which) for which in RATES}
-    limits = [None if rate == inf else rate for rate in rates.values()]
-    return Node(name, newest.location, flops_per_s, newest.memory_bytes, limits[0], limits[1], newest.devices)
+    limits: dict[str, Any] = {which: None if rate == inf else rate for which, rate in rates.items()}
+    return Node(name, newest.location, flops_per_s, newest.memory_bytes, devices=newest.devices, **limits)
 
 
 def _typical_rate(results: Iterable[ProfileResult], name: str, which: str) -> float | None:

@@ -14,8 +14,8 @@ from skippipe.planner.published import published20, published_plan
 from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
-from tests.helpers import oracle
-from tests.helpers.oracle import Json
+from tests.helpers import oracle, oracle_costs
+from tests.helpers.oracle_costs import Json
 from tests.helpers.plans import averagings, may_skip
 
 FLOPS = [
@@ -180,7 +180,7 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
     links = draw(st.sampled_from([(), draw(st.lists(link, min_size=1, max_size=40, unique_by=ends))]))
     if links:
         plan["workload"]["wire_dtypes"] = [list(each) for each in links]
-    costs = oracle.costs(plan)
+    costs = oracle_costs.costs(plan)
     for node in plan["cluster"]["nodes"]:
         held = costs.nodes[node["name"]].stage if node["name"] in costs.nodes else 0
         slots, more = draw(st.sampled_from([6, 5, 4, 3, 3, 2, 2, 2, 2, 1, 1, 0])), draw(st.sampled_from([0, 0, 1, -1]))

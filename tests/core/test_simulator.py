@@ -321,7 +321,7 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
         done_ns, free_ns = np.zeros(len(plan.cluster), np.int64), free_links(len(plan.cluster))
         result = iteration(
             paths, lengths, microbatches, costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns,
-            costs.slots // costs.workers, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns,
+            costs.worker_slots, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns,
             costs.download_ns, timing is Timing.FULL, costs.order, plan.split_backward, NO_SLACK, done_ns, *free_ns,
             NO_RECORD,
         )  # fmt: skip

@@ -45,14 +45,15 @@ def costs(plan: Json) -> Costs:
         return {"fp32": 4 * values, "bf16": 2 * values, "int8": values + 4 * -(-values // 128)}[dtype]
 
     attention = d * (2 * h + 2 * k)
-    layer_parameters = attention + 3 * d * f * e + 2 * d + (d * e if e > 1 else 0)
+    layer_parameters: int = attention + 3 * d * f * e + 2 * d + (d * e if e > 1 else 0)
     layer_forward = n * (2 * t * (attention + 3 * d * f * model["experts_active"]) + 2 * t**2 * h)
     token_bytes = {"fp32": 4, "bf16": 2}[work["compute_dtype"]] * n * t
-    layer_bytes = token_bytes * (4 * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
+    layer_bytes: int = token_bytes * (4 * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
     checkpointing = work["activation_checkpointing"]
-    ends = (v if model["tied_embeddings"] else 2 * v) * d + d
-    adapters, share = work.get("adapter_parameters", 0), work.get("weight_share", 0.5)
-    bridges = work.get("bridge_parameters", 0)
+    ends: int = (v if model["tied_embeddings"] else 2 * v) * d + d
+    adapters: int = work.get("adapter_parameters", 0)
+    bridges: int = work.get("bridge_parameters", 0)
+    share = work.get("weight_share", 0.5)
     gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
     ratio = work["backward_ratio"] * (1 - share) if adapters else work["backward_ratio"]
 
@@ -64,7 +65,7 @@ def costs(plan: Json) -> Costs:
         return rounds_of(model, stage == 0, layers, trained, dtype) or [wire(trained, dtype)]
 
     def fixed_by(stage: int, layers: int) -> int:
-        total = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers)
+        total: int = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers)
         total += 3 * sum(rounds_by(stage, layers)) if gradient_dtypes[stage].startswith("rank-") else 0
         total += checkpointing * layer_bytes + (8 * n * t * v if stage == 0 else 0)
         if adapters:
@@ -74,11 +75,13 @@ def costs(plan: Json) -> Costs:
         return total
 
     def held_by(layers: int) -> int:
-        return layers * (token_bytes * d if checkpointing else layer_bytes)
+        each: int = token_bytes * d if checkpointing else layer_bytes
+        return layers * each
 
     def room(node: Json, stage: int, layers: int) -> int:
-        free = max(0, (node["memory_bytes"] - fixed_by(stage, layers)) // max(1, held_by(layers)))
-        return free if work["max_slots"] is None else min(free, work["max_slots"])
+        free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers)) // max(1, held_by(layers)))
+        most: int = free if work["max_slots"] is None else work["max_slots"]
+        return min(free, most)
 
     def slots_and_workers(node: Json, stage: int) -> tuple[int, int]:
         layers, count, mode = stages[stage]["layers"], node.get("devices", 1), node.get("device_mode")

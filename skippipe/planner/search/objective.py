@@ -33,7 +33,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     stage_of, counts, paths = state.stage_of, state.counts, state.paths
     nodes, stages = len(stage_of), len(state.size)
     forward, backward, weight = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    slots, workers, worker_slots = np.zeros(nodes, np.int64), np.ones(nodes, np.int64), np.zeros(nodes, np.int64)
+    slots, workers = np.zeros(nodes, np.int64), np.ones(nodes, np.int64)
     step_ns = 0
     for node in range(nodes):
         stage = stage_of[node]
@@ -42,10 +42,9 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
             forward[node] = tables.forward_ns[layers, node]
             backward[node] = tables.backward_ns[layers, node]
             weight[node] = tables.weight_ns[layers, node]
-            slots[node] = worker_slots[node] = tables.slots[other, layers, node]
-            if tables.workers[other, layers, node] > 1:
+            slots[node] = tables.slots[other, layers, node]
+            if tables.several:
                 workers[node] = tables.workers[other, layers, node]
-                worker_slots[node] //= workers[node]
             step_ns = max(step_ns, tables.step_ns[other, layers, node])
     head = tables.head_ns[state.layers[0]]
 
@@ -95,9 +94,11 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     for stage in range(1, stages):
         if tables.visitable[stage]:
             uneven += abs(exposure[stage] - visits // visitable)
-    for node in range(nodes):
-        if workers[node] > 1:
+    if tables.several:
+        for node in range(nodes):
+            slots[node] //= workers[node]  # of each worker
             load[node] = -(-load[node] // workers[node])
+    for node in range(nodes):
         if load[node] + step_ns > limit:
             return INFINITE_NS, 0, INFINITE_NS
 
@@ -111,15 +112,46 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
                 _estimate_exchange(state, stage, idle, tables, transfers_ns[stage])
             if _averaged(state, stage, load, tables, transfers_ns[stage]) + step_ns > limit:
                 return INFINITE_NS, 0, INFINITE_NS
-    last_ns, left = run_iteration(
-        paths,
+    tasks_ns = forward, backward, weight, head
+    if tables.several:
+        last_ns, left = _run_iteration(state, tables, tasks_ns, slots, workers, slack_ns, done_ns)
+    else:
+        last_ns, left = _run_iteration(state, tables, tasks_ns, slots, None, slack_ns, done_ns)
+    if left > 0:
+        return INFINITE_NS, 0, INFINITE_NS
+    if tables.full:
+        for stage in range(stages):
+            ended_ns = _averaged(state, stage, done_ns, tables, transfers_ns[stage])
+            last_ns = max(last_ns, ended_ns)
+        last_ns += step_ns
+    close_ns = 0
+    for lane in range(len(counts)):
+        if counts[lane] > 0:
+            close_ns += max(0, limit - slack_ns[lane] - last_ns + last_ns // CLOSE)
+    extra_ns = travel_ns // lanes // TRAVEL_WEIGHT + close_ns // lanes // CROWD
+    return last_ns + extra_ns + uneven * (last_ns // UNEVEN), most - least, last_ns
+
+
+@kernel
+def _run_iteration(
+    state: State,
+    tables: Tables,
+    tasks_ns: tuple[Ints, Ints, Ints, Ints],
+    slots: Ints,
+    workers: Ints | None,
+    slack_ns: Ints,
+    done_ns: Ints,
+) -> tuple[int, int]:
+    nodes = len(done_ns)
+    return run_iteration(
+        state.paths,
         state.lengths,
-        counts,
-        forward,
-        backward,
-        weight,
-        head,
-        worker_slots,
+        state.counts,
+        tasks_ns[0],
+        tasks_ns[1],
+        tasks_ns[2],
+        tasks_ns[3],
+        slots,
         workers,
         tables.flight_ns,
         tables.transmit_ns,
@@ -135,19 +167,6 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
         np.empty(nodes, np.int64),
         np.empty((0, 4), np.int64),
     )
-    if left > 0:
-        return INFINITE_NS, 0, INFINITE_NS
-    if tables.full:
-        for stage in range(stages):
-            ended_ns = _averaged(state, stage, done_ns, tables, transfers_ns[stage])
-            last_ns = max(last_ns, ended_ns)
-        last_ns += step_ns
-    close_ns = 0
-    for lane in range(len(counts)):
-        if counts[lane] > 0:
-            close_ns += max(0, limit - slack_ns[lane] - last_ns + last_ns // CLOSE)
-    extra_ns = travel_ns // lanes // TRAVEL_WEIGHT + close_ns // lanes // CROWD
-    return last_ns + extra_ns + uneven * (last_ns // UNEVEN), most - least, last_ns
 
 
 @kernel

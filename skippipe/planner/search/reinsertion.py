@@ -120,10 +120,9 @@ def _load_ns(state: State, tables: Tables) -> Ints:
             node = state.paths[lane, hop]
             layers = state.layers[state.stage_of[node]]
             node_load_ns[node] += count * (tables.forward_ns[layers, node] + tables.backward_ns[layers, node])
-    for node in range(len(node_load_ns)):
-        stage = state.stage_of[node]
-        if node_load_ns[node] > 0:
-            workers = tables.workers[min(stage, len(tables.workers) - 1), state.layers[stage], node]
-            if workers > 1:
-                node_load_ns[node] //= workers
+    if tables.several:
+        for node in range(len(node_load_ns)):
+            stage = state.stage_of[node]
+            if stage >= 0:
+                node_load_ns[node] //= tables.workers[min(stage, len(tables.workers) - 1), state.layers[stage], node]
     return node_load_ns

@@ -63,6 +63,8 @@ class Tables(NamedTuple):
     """[stage, layers, node]"""
     workers: Ints
     """[stage, layers, node]: tasks side by side."""
+    several: bool
+    """Some node can have more than one."""
     gradient_bytes: Ints
     """[stage, layers]"""
     rounds: Ints
@@ -122,6 +124,7 @@ def tables_of(
         step_ns=np.array([[one.optimizer_ns[stage] * full for one in each] for stage in stages]),
         slots=np.array([[one.slots[stage] for one in each] for stage in stages]),
         workers=np.array([[one.workers[stage] for one in each] for stage in stages]),
+        several=any(bool((one.workers > 1).any()) for one in each),
         gradient_bytes=np.array([[one.gradient_bytes[stage] for one in each] for stage in stages]),
         rounds=np.array([len(costs.gradient_rounds[stage]) for stage in stages]),
         flight_ns=costs.flight_ns,
