@@ -22,7 +22,7 @@ from skippipe.runtime.messages import Averaged, Stop, from_json, to_json
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.simulator import Deadlock, simulate
-from skippipe.timeline import Timeline, Timing
+from skippipe.timeline import Task, Timeline, Timing
 from skippipe.training.metrics import recorded_timeline
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, plans, uniform_cluster, without_ties
@@ -64,7 +64,7 @@ def test_an_iteration_takes_what_the_simulator_promises(plan: Plan, dispatch: Di
     assert cluster.finished_ns == timeline.iteration_ns
     assert cluster.coordinator.state is CoordinatorState.DONE
     (report,) = cluster.reports
-    found = sorted((*row[:3], node, *row[3:]) for node, rows in report.tasks.items() for row in rows)
+    found = sorted(Task(*row[:3], node, *row[3:]) for node, rows in report.tasks.items() for row in rows)
     assert found == sorted(timeline.tasks)
 
 
