@@ -76,20 +76,21 @@ def run_iteration(
     behind = np.full(lanes, -1, np.int64)  # the next in that list
     several = workers is not None
     # a node with one worker has its own number for that; all workers of others come after these
-    first_worker = np.arange(nodes if several else 0)
-    last_worker = first_worker.copy()
     all_workers = nodes
+    first_worker = last_worker = node_of = lengths  # [node], [node], [worker]: of use with several alone
+    worker_at = paths  # [lane, hop]: which worker has its microbatch; likewise
     if workers is not None:
+        first_worker, last_worker = np.arange(nodes), np.arange(nodes)
         for node in range(nodes):
             if workers[node] > 1:
                 first_worker[node] = all_workers
                 all_workers += workers[node]
                 last_worker[node] = all_workers - 1
-    node_of = np.arange(all_workers if several else 0)
-    for node in range(len(first_worker)):
-        for worker in range(first_worker[node], last_worker[node] + 1):
-            node_of[worker] = node
-    worker_at = np.empty(paths.shape if several else (0, 0), np.int64)  # [lane, hop]: which has its microbatch
+        node_of = np.empty(all_workers, np.int64)
+        for node in range(nodes):
+            for worker in range(first_worker[node], last_worker[node] + 1):
+                node_of[worker] = node
+        worker_at = np.empty(paths.shape, np.int64)
     free_ns = np.zeros(all_workers, np.int64)  # [worker], as are the next three
     held = np.zeros(all_workers, np.int64)
     will_wake = np.zeros(all_workers, np.bool_)

@@ -33,7 +33,8 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     stage_of, counts, paths = state.stage_of, state.counts, state.paths
     nodes, stages = len(stage_of), len(state.size)
     forward, backward, weight = np.zeros(nodes, np.int64), np.zeros(nodes, np.int64), np.zeros(nodes, np.int64)
-    slots, workers = np.zeros(nodes, np.int64), np.ones(nodes, np.int64)
+    slots = np.zeros(nodes, np.int64)
+    workers = np.ones(nodes if tables.several else 0, np.int64)
     step_ns = 0
     for node in range(nodes):
         stage = stage_of[node]
