@@ -192,14 +192,11 @@ def test_a_node_that_is_lost_while_it_averages_at_low_rank_comes_back_to_the_sam
         CoordinatorSettings(LEARNING, 8, recovery=RecoverySettings(planning=timedelta(0))),
         tensors_of(plan, spec),
         builder=lambda node, plan: tensors_of(plan, spec)[node],
-        faults=[
-            kill(node=2).at(iteration=1, during="averaging").back_after(0.1),
-            kill(node=7).at(iteration=2, during="averaging").back_after(0.1),
-        ],
+        faults=[kill(node=2).at(iteration=1, during="averaging").back_after(0.1)],
     )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert {event.node for _, event in cluster.events if event.kind == "able"} == {"n2", "n7"}
+    assert {event.node for _, event in cluster.events if event.kind == "able"} == {"n2"}
     for stage in plan.stages:
         one, *others = (cluster.executor_of[node] for node in stage.nodes)
         assert isinstance(one, StageExecutor)
