@@ -15,7 +15,7 @@ from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from tests.helpers import oracle
-from tests.helpers.oracle import Json
+from tests.helpers.oracle_averaging import Json
 from tests.helpers.plans import averagings, may_skip
 
 FLOPS = [
