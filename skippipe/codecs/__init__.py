@@ -24,7 +24,8 @@ from skippipe.codecs.low_rank import LowRank
 if TYPE_CHECKING:
     import torch
 
-    CodecId = GradientsId = str
+    CodecId = str
+    GradientsId = str
 
 __all__ = [
     "CODECS",

@@ -19,7 +19,7 @@ FACTOR_BYTES = 4  # of a value
 class Matrices(NamedTuple):
     """Matrices of one shape."""
 
-    count: int
+    number: int
     rows: int
     columns: int
 
@@ -50,9 +50,9 @@ class LowRank:
     def round_bytes(self, values: int, matrices: Iterable[Matrices]) -> tuple[int, ...]:
         """Bytes of each round of averaging, of a gradient of so many values; one if there is nothing to factor."""
         factored = [each for each in matrices if self.factored(each)]
-        rest = values - sum(each.count * each.rows * each.columns for each in factored)
-        left = self.rank * sum(each.count * each.rows for each in factored)
-        right = self.rank * sum(each.count * each.columns for each in factored)
+        rest = values - sum(each.number * each.rows * each.columns for each in factored)
+        left = self.rank * sum(each.number * each.rows for each in factored)
+        right = self.rank * sum(each.number * each.columns for each in factored)
         return tuple(FACTOR_BYTES * count for count in (rest + left, right) if count)
 
     def expected_bytes(self, values: int) -> int:
@@ -94,5 +94,5 @@ def decoder_matrices(model: DecoderShape, layers: int, *, ends: bool) -> list[Ma
             Matrices(model.experts, d, width),
             Matrices(1, model.experts, d),
         ]
-    found = [each._replace(count=layers * each.count) for each in found]
+    found = [each._replace(number=layers * each.number) for each in found]
     return [*found, Matrices(1 if model.tied_embeddings else 2, model.vocab, d)] if ends else found

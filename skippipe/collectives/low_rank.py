@@ -18,6 +18,7 @@ averaged before count for nearly everything.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def factored_matrices(weights: Iterable[tuple[int, tuple[int, ...]]], low_rank: 
         each = Matrices.of(shape)
         if low_rank.factored(each):
             size = each.rows * each.columns
-            found += [Matrix(start + number * size, each.rows, each.columns) for number in range(each.count)]
+            found += [Matrix(start + number * size, each.rows, each.columns) for number in range(each.number)]
     return found
 
 
@@ -66,7 +67,7 @@ class LowRankAverager:
         """`matrices` are those of which factors are averaged; `make` makes the averager of a round."""
         self._gradient = gradient
         self._matrices = sorted(matrices)
-        self._empty = lambda: empty_beside(gradient, len(gradient), offload=offload and gradient.is_cuda)
+        self._offload = offload and gradient.is_cuda
         self.remainder = self._empty().zero_()
         """What factors could not tell in the iteration before."""
         self._sum: Tensor | None = None
@@ -85,9 +86,10 @@ class LowRankAverager:
         sizes = rest + rank * sum(each.rows for each in self._matrices), rank * sum(e.columns for e in self._matrices)
         self._own = [gradient.new_zeros(max(size, LEAST_VALUES)) for size in sizes]
         """What this node contributes to each round; perhaps with zeros at the end."""
-        self._shapes = [[(len(gradient[each]),) for each in self._rest], []]
-        self._shapes[0] += [(each.rows, rank) for each in self._matrices]
-        self._shapes[1] += [(each.columns, rank) for each in self._matrices]
+        self._shapes: list[list[tuple[int, ...]]] = [
+            [*((each.stop - each.start,) for each in self._rest), *((each.rows, rank) for each in self._matrices)],
+            [(each.columns, rank) for each in self._matrices],
+        ]
         self._rounds: list[Averager] = [make(own, low_rank.factors, offload) for own in self._own]
         self._left: list[Tensor] = []
         """P of every matrix, in the second round."""
@@ -143,6 +145,9 @@ class LowRankAverager:
         for each in self._rounds:
             each.close(followed=followed)
 
+    def _empty(self) -> Tensor:
+        return empty_beside(self._gradient, len(self._gradient), offload=self._offload)
+
     def _place(self, piece: int) -> tuple[int, int]:
         assert self._schedule is not None, "a piece before averaging has begun"
         return divmod(piece, len(self._schedule.shares))
@@ -157,7 +162,7 @@ class LowRankAverager:
         """What lies in the values of a round, one after another."""
         found, start = [], 0
         for shape in self._shapes[of_round]:
-            size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+            size = prod(shape)
             found.append(flat[start : start + size].view(shape))
             start += size
         return found

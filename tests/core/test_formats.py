@@ -15,7 +15,7 @@ from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from tests.helpers import oracle, oracle_costs
-from tests.helpers.oracle_costs import Json
+from tests.helpers.oracle_averaging import Json
 from tests.helpers.plans import averagings, may_skip
 
 FLOPS = [

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import combinations
 
-from tests.helpers.oracle_averaging import Transfer, piece_transfers, stage_transfers, trees
-from tests.helpers.oracle_costs import CAP_NS, Costs, Json, Link, Node, costs, is_split
+from tests.helpers.oracle_averaging import Json, Link, Transfer, piece_transfers, stage_transfers, trees
+from tests.helpers.oracle_costs import CAP_NS, Costs, Node, costs, is_split
 
 
 class LockedUp(Exception):

@@ -192,20 +192,18 @@ def test_a_node_that_is_lost_while_it_averages_at_low_rank_comes_back_to_the_sam
         CoordinatorSettings(LEARNING, 8, recovery=RecoverySettings(planning=timedelta(0))),
         tensors_of(plan, spec),
         builder=lambda node, plan: tensors_of(plan, spec)[node],
-        faults=[
-            kill(node=2).at(iteration=1, during="averaging").back_after(0.1),
-            kill(node=7).at(iteration=2, during="averaging").back_after(0.1),
-        ],
+        faults=[kill(node=2).at(iteration=1, during="averaging").back_after(0.1)],
     )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert {event.node for _, event in cluster.events if event.kind == "able"} == {"n2", "n7"}
-    for stage in plan.stages:
-        one, *others = (cluster.executor_of[node] for node in stage.nodes)
-        assert isinstance(one, StageExecutor)
-        for other in others:
-            assert isinstance(other, StageExecutor)
-            assert torch.equal(one.tasks.weights.values, other.tasks.weights.values)
+    assert {event.node for _, event in cluster.events if event.kind == "able"} == {"n2"}
+    replicas: dict[int, list[torch.Tensor]] = {}  # by stage; the node that came back may have taken another one
+    for each in cluster.executor_of.values():
+        assert isinstance(each, StageExecutor)
+        replicas.setdefault(each._stage, []).append(each.tasks.weights.values)
+    back = cluster.executor_of[2]
+    assert isinstance(back, StageExecutor) and len(replicas[back._stage]) > 1
+    assert all(torch.equal(one, other) for one, *others in replicas.values() for other in others)
 
 
 def test_clipping_is_by_the_norm_of_the_whole_model() -> None:
