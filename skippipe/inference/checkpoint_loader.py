@@ -123,13 +123,10 @@ def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = 
     known = info.layers if info else known
     layers = layers_of(cut, spec) if cut is not None else known or (spec.layers,)
     if info and layers != known:
-        of_folder = not (place / MANIFEST).is_file()
-        raise UserError(
-            f"--cut {cut}: {place / BRIDGES_FILE if of_folder else f'the bridges of {place}'} "
-            f"{'is' if of_folder else 'are'} for stages of {','.join(map(str, known))} layers; leave --cut out"
-            + ", or take that file away"
-            * of_folder
-        )
+        stages = f"for stages of {','.join(map(str, known))} layers; leave --cut out"
+        if trained:
+            raise UserError(f"--cut {cut}: the bridges of {place} are {stages}")
+        raise UserError(f"--cut {cut}: {place / BRIDGES_FILE} is {stages}, or take that file away")
     return CheckpointOutline(place, spec, layers, info)
 
 

@@ -94,7 +94,13 @@ def with_all_codecs(plans: Mapping[PathLength, Plan]) -> dict[PathLength, Plan]:
 
 
 def _most_codecs(plans: Iterable[Plan]) -> Workload:
-    return max((each.workload for each in plans), key=lambda work: len(work.wire_dtypes))
+    """The workload with the most choices: those chosen later have all that was chosen before."""
+
+    def choices(work: Workload) -> int:
+        usual = work.wire_dtype, gradient_codec(work.wire_dtype)
+        return sum((row.forward != usual[0]) + (row.backward != usual[1]) for row in work.wire_dtypes)
+
+    return max((each.workload for each in plans), key=choices)
 
 
 def with_smallest_elsewhere(plan: Plan) -> Plan:

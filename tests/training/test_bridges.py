@@ -109,8 +109,8 @@ def test_a_job_with_bridges_from_the_plan_to_the_exported_folder(tmp_path: Path)
     outline = read_outline(run)
     assert from_checkpoint.stand_ins and outline.stand_ins == StandInsInfo((1, 1, 1, 2), bridges=RANK)
     for number, stage in enumerate(from_checkpoint.stages):
-        for other in (from_folder.stages[number], load_stage(outline, number)):
-            assert all(torch.equal(other.state_dict()[name], each) for name, each in stage.state_dict().items())
+        for same in (from_folder.stages[number], load_stage(outline, number)):
+            assert all(torch.equal(same.state_dict()[name], each) for name, each in stage.state_dict().items())
     with pytest.raises(
         UserError, match=r"--cut 5: the bridges of .* are for stages of 1,1,1,2 layers; leave --cut out"
     ):
