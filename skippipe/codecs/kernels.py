@@ -29,7 +29,7 @@ Array = NDArray[Any]
 
 BLOCK = 128
 SMALLEST_SCALE = np.float32(2.0**-126)
-FLOAT, BYTE, SHORT, WORD, PLACE = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOAT, BYTE, SHORT, WORD = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 SIGN = 0x80000000
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 NAN_BITS = np.uint32(0x7FC00000)
@@ -106,37 +106,115 @@ def _hadamard(builder: Any, vector: Any, add: Callable[..., Any], sub: Callable[
     return vector
 
 
+def _reader(rotated: bool) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def read(typing: Any, values: Any, start: Any, block: Any) -> Any:  # noqa: ARG001
+        """BLOCK values from `start` on as fp32; returns the bits of the largest magnitude, NaN above all."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kind = WORD if signature.args[0].dtype == types.float32 else SHORT
+            bits = _load(builder, _memory(context, builder, signature.args[0], args[0], kind, args[1]))
+            if kind is SHORT:
+                bits = builder.shl(builder.zext(bits, _vector(WORD)), _vector(WORD, 16))
+            if rotated:
+                bits = builder.xor(bits, _vector(WORD, [SIGN if sign < 0 else 0 for sign in _SIGNS]))
+                tile = _hadamard(builder, builder.bitcast(bits, _vector(FLOAT)), builder.fadd, builder.fsub)
+                bits = builder.bitcast(tile, _vector(WORD))
+            _store(builder, bits, _memory(context, builder, signature.args[2], args[2], WORD))
+            largest = ir.FunctionType(WORD, [_vector(WORD)])
+            reduce = cgutils.get_or_insert_function(builder.module, largest, f"llvm.vector.reduce.umax.v{BLOCK}i32")
+            return builder.call(reduce, [builder.and_(bits, _vector(WORD, SIGN - 1))])
+
+        return types.uint32(values, start, block), code
+
+    return read
+
+
+_read, _rotate = _reader(rotated=False), _reader(rotated=True)
+
+
+def _mixed_number(number: int) -> int:
+    """As `_mixed`."""
+    number = (number ^ number >> 16) * 0x21F0AAAD % 2**32
+    number = (number ^ number >> 15) * 0x735A2D97 % 2**32
+    return number ^ number >> 15
+
+
+def _quantizer(stochastic: bool) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def whole_parts(typing: Any, tile: Any, factor: Any, offset: Any, key: Any, codes: Any) -> Any:  # noqa: ARG001
+        """Whole parts of a tile of fp32, times a factor, plus an offset, and with noise if asked for, as bytes."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            given = _load(builder, _memory(context, builder, signature.args[0], args[0], FLOAT))
+            steps = builder.fadd(builder.fmul(given, _spread(builder, args[1])), _spread(builder, args[2]))
+            if stochastic:
+                places = _vector(WORD, [_mixed_number(place) for place in range(BLOCK)])
+                noise = builder.xor(places, _spread(builder, args[3]))
+                noise = builder.add(noise, builder.mul(builder.add(noise, noise), noise))
+                noise = builder.sitofp(builder.ashr(noise, _vector(WORD, 16)), _vector(FLOAT))
+                steps = builder.fadd(steps, builder.fmul(noise, _vector(FLOAT, 2.0**-16)))
+            whole = builder.trunc(builder.fptosi(steps, _vector(WORD)), _vector(BYTE))
+            _store(builder, whole, _memory(context, builder, signature.args[4], args[4], BYTE))
+            return context.get_dummy_value()
+
+        return types.void(tile, types.float32, types.float32, types.uint32, codes), code
+
+    return whole_parts
+
+
+_whole_parts, _whole_parts_by_chance = _quantizer(stochastic=False), _quantizer(stochastic=True)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
-def _rotate(typing: Any, values: Any, start: Any, rotated: Any) -> Any:  # noqa: ARG001
-    """HD of the tile that starts there, as fp32; returns the bits of the largest magnitude, NaN above all."""
+def _nearest(typing: Any, block: Any, factor: Any, codes: Any, start: Any) -> Any:  # noqa: ARG001
+    """The nearest whole numbers to fp32 values times a factor, ties to even, as bytes."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = WORD if signature.args[0].dtype == types.float32 else SHORT
-        tile = _load(builder, _memory(context, builder, signature.args[0], args[0], kind, args[1]))
-        if kind is SHORT:
-            tile = builder.shl(builder.zext(tile, _vector(WORD)), _vector(WORD, 16))
-        tile = builder.xor(tile, _vector(WORD, [SIGN if sign < 0 else 0 for sign in _SIGNS]))
-        tile = _hadamard(builder, builder.bitcast(tile, _vector(FLOAT)), builder.fadd, builder.fsub)
-        _store(builder, tile, _memory(context, builder, signature.args[2], args[2], FLOAT))
-        largest = ir.FunctionType(WORD, [_vector(WORD)])
-        reduce = cgutils.get_or_insert_function(builder.module, largest, f"llvm.vector.reduce.umax.v{BLOCK}i32")
-        return builder.call(reduce, [builder.and_(builder.bitcast(tile, _vector(WORD)), _vector(WORD, SIGN - 1))])
-
-    return types.uint32(values, start, rotated), code
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _whole_parts(typing: Any, steps: Any, factor: Any, offset: Any, codes: Any) -> Any:  # noqa: ARG001
-    """Whole parts of a tile of fp32, times a factor, plus an offset, as bytes."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tile = _load(builder, _memory(context, builder, signature.args[0], args[0], FLOAT))
-        tile = builder.fadd(builder.fmul(tile, _spread(builder, args[1])), _spread(builder, args[2]))
-        whole = builder.trunc(builder.fptosi(tile, _vector(WORD)), _vector(BYTE))
-        _store(builder, whole, _memory(context, builder, signature.args[3], args[3], BYTE))
+        given = _load(builder, _memory(context, builder, signature.args[0], args[0], FLOAT))
+        rounded = builder.fadd(builder.fmul(given, _spread(builder, args[1])), _vector(FLOAT, ROUNDING))
+        whole = builder.trunc(builder.bitcast(rounded, _vector(WORD)), _vector(BYTE))
+        _store(builder, whole, _memory(context, builder, signature.args[2], args[2], BYTE, args[3]))
         return context.get_dummy_value()
 
-    return types.void(steps, types.float32, types.float32, codes), code
+    return types.void(block, types.float32, codes, start), code
+
+
+def _to_fp8(mantissa: int) -> Any:
+    bias, shift = 2 ** (6 - mantissa) - 1, 23 - mantissa
+    smallest = (128 - bias) << 23  # bits of the smallest normal float
+    grid = 2.0 ** (24 - bias - mantissa)  # adding it rounds to multiples of the smallest float, and counts them
+    half = (
+        (1 << (shift - 1)) - 1 - ((127 - bias) << 23)
+    )  # added before the last bits are cut, with one more for odd ones
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def to_fp8(typing: Any, block: Any, factor: Any, codes: Any, start: Any) -> Any:  # noqa: ARG001
+        """The nearest 8-bit floats to fp32 values times a factor, ties to even; none is beyond the largest."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            given = _load(builder, _memory(context, builder, signature.args[0], args[0], FLOAT))
+            bits = builder.bitcast(builder.fmul(given, _spread(builder, args[1])), _vector(WORD))
+            magnitude = builder.and_(bits, _vector(WORD, SIGN - 1))
+            odd = builder.and_(builder.lshr(magnitude, _vector(WORD, shift)), _vector(WORD, 1))
+            normal = builder.add(builder.add(magnitude, _vector(WORD, half % 2**32)), odd)
+            tiny = builder.fadd(builder.bitcast(magnitude, _vector(FLOAT)), _vector(FLOAT, grid))
+            found = builder.select(
+                builder.icmp_unsigned(">=", magnitude, _vector(WORD, smallest)),
+                builder.lshr(normal, _vector(WORD, shift)),
+                builder.bitcast(tiny, _vector(WORD)),
+            )
+            sign = builder.and_(builder.lshr(bits, _vector(WORD, 24)), _vector(WORD, 0x80))
+            found = builder.trunc(builder.or_(builder.and_(found, _vector(WORD, 0x7F)), sign), _vector(BYTE))
+            _store(builder, found, _memory(context, builder, signature.args[2], args[2], BYTE, args[3]))
+            return context.get_dummy_value()
+
+        return types.void(block, types.float32, codes, start), code
+
+    return to_fp8
+
+
+_to_e4m3, _to_e5m2 = _to_fp8(3), _to_fp8(2)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -183,22 +261,51 @@ def _pack(codes: Array, bits: int, packed: Array) -> None:
     if bits >= 4:
         for k in range(64):
             packed[k] = (codes[k] & np.uint8(15)) | (codes[k + 64] << np.uint8(4))
-    if bits != 4:
-        shift, start = (np.uint8(0), 0) if bits == 2 else (np.uint8(4), 64)
+    if bits == 6:
+        upper = packed[64:]
         for k in range(32):
-            low = (codes[k] >> shift) | (codes[k + 32] >> shift << np.uint8(2))
-            packed[start + k] = low | (codes[k + 64] >> shift << np.uint8(4)) | (codes[k + 96] >> shift << np.uint8(6))
+            few = (codes[k] >> np.uint8(4)) | ((codes[k + 32] >> np.uint8(4)) << np.uint8(2))
+            upper[k] = few | (codes[k + 64] & np.uint8(0x30)) | ((codes[k + 96] & np.uint8(0x30)) << np.uint8(2))
+    if bits == 2:
+        for k in range(32):
+            few = codes[k] | (codes[k + 32] << np.uint8(2))
+            packed[k] = few | (codes[k + 64] << np.uint8(4)) | (codes[k + 96] << np.uint8(6))
+
+
+@kernel
+def _unpack(packed: Array, bits: int, levels: Array) -> None:
+    """Levels from the codes of a tile."""
+    highest = np.int16((1 << bits) - 1)
+    if bits >= 4:
+        for k in range(64):
+            levels[k] = np.int16(2) * np.int16(packed[k] & np.uint8(15)) - highest
+            levels[k + 64] = np.int16(2) * np.int16(packed[k] >> np.uint8(4)) - highest
+    if bits == 6:
+        upper = packed[64:]
+        for k in range(32):
+            levels[k] += np.int16(32) * np.int16(upper[k] & np.uint8(3))
+            levels[k + 32] += np.int16(32) * np.int16((upper[k] >> np.uint8(2)) & np.uint8(3))
+            levels[k + 64] += np.int16(32) * np.int16((upper[k] >> np.uint8(4)) & np.uint8(3))
+            levels[k + 96] += np.int16(32) * np.int16(upper[k] >> np.uint8(6))
+    if bits == 2:
+        for k in range(32):
+            levels[k] = _int2_level(packed[k] & np.uint8(3))
+            levels[k + 32] = _int2_level((packed[k] >> np.uint8(2)) & np.uint8(3))
+            levels[k + 64] = _int2_level((packed[k] >> np.uint8(4)) & np.uint8(3))
+            levels[k + 96] = _int2_level(packed[k] >> np.uint8(6))
+
+
+@kernel
+def _int2_level(code: Any) -> Any:
+    return np.int16(7) * np.int16(code) - np.int16(10) - np.int16(code >> np.uint8(1))
 
 
 @kernel
 def encode_levels(values: Array, bits: int, unit: float, stochastic: bool, packed: Array, scales: Array) -> None:
     """int4, int6 and their stochastic forms: scales are the largest magnitudes times `unit`."""
     rotated, codes = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8)
-    places = np.empty(BLOCK, np.uint32)
-    for i in range(BLOCK):
-        places[i] = _mixed(np.uint32(i))
     row = BLOCK * bits // 8
-    middle = np.float32(2 ** (bits - 1))
+    middle = np.float32(1 << (bits - 1))
     for tile in range(len(scales)):
         largest = np.uint32(_rotate(values, tile * BLOCK, rotated)).view(np.float32)
         scales[tile] = _bf16_scale(largest * np.float32(unit))
@@ -206,14 +313,9 @@ def encode_levels(values: Array, bits: int, unit: float, stochastic: bool, packe
         factor = np.float32(1) / (scale * np.float32(2 * BLOCK)) if scale > 0 else np.float32(0)
         if stochastic:
             key = _mixed(np.float32(scale).view(np.uint32) ^ _mixed(np.uint32(tile + BLOCK)))
-            for i in range(BLOCK):
-                noise = np.uint32(places[i] ^ key)
-                noise = np.uint32(noise + np.uint32(2) * noise * noise)
-                chance = np.float32(np.int32(noise) >> np.int32(16)) * np.float32(2**-16)
-                rotated[i] = rotated[i] * factor + middle + chance
-            _whole_parts(rotated, np.float32(1), np.float32(0), codes)
+            _whole_parts_by_chance(rotated, factor, middle, key, codes)
         else:
-            _whole_parts(rotated, factor, middle, codes)
+            _whole_parts(rotated, factor, middle, np.uint32(0), codes)
         _pack(codes, bits, packed[tile * row : (tile + 1) * row])
 
 
@@ -245,27 +347,11 @@ def decode_levels(packed: Array, scales: Array, bits: int, values: Array) -> Non
     levels = np.empty(BLOCK, np.int16)
     row = BLOCK * bits // 8
     for tile in range(len(scales)):
-        given = packed[tile * row : (tile + 1) * row]
-        if bits == 2:
-            for plane in range(4):
-                for k in range(32):
-                    code = (given[k] >> np.uint8(2 * plane)) & np.uint8(3)
-                    levels[32 * plane + k] = np.int16(7) * np.int16(code) - np.int16(10) - np.int16(code >> np.uint8(1))
-        else:
-            for k in range(64):
-                levels[k] = np.int16(given[k] & np.uint8(15))
-                levels[k + 64] = np.int16(given[k] >> np.uint8(4))
-            if bits == 6:
-                for plane in range(4):
-                    for k in range(32):
-                        upper = (given[64 + k] >> np.uint8(2 * plane)) & np.uint8(3)
-                        levels[32 * plane + k] += np.int16(upper) << np.int16(4)
-            for i in range(BLOCK):
-                levels[i] = np.int16(2) * levels[i] - np.int16(2**bits - 1)
+        _unpack(packed[tile * row : (tile + 1) * row], bits, levels)
         _rotate_levels(levels)
         scale = _fp32(scales[tile])
         given_back = values[tile * BLOCK : (tile + 1) * BLOCK]
-        for i in range(BLOCK):
+        for i in range(BLOCK):  # one after another, or memory would be read before it is written
             given_back[i] = np.float32(levels[i]) * (_SIGNS[i] * scale)
 
 
@@ -273,90 +359,59 @@ def decode_levels(packed: Array, scales: Array, bits: int, values: Array) -> Non
 
 
 @kernel
-def _widen(values: Array, start: int, block: Array) -> Any:
-    """BLOCK values from bf16 or fp32, and the bits of the largest magnitude, NaN above all."""
-    given, bits, largest = values[start : start + BLOCK], block.view(np.uint32), np.uint32(0)
-    if values.itemsize == 2:
-        for i in range(BLOCK):
-            bits[i] = np.uint32(given[i]) << np.uint32(16)
-    else:
-        for i in range(BLOCK):
-            block[i] = given[i]
-    for i in range(BLOCK):
-        largest = max(largest, bits[i] & MAGNITUDE)
-    return largest
-
-
-@kernel
 def encode_int8(values: Array, codes: Array, scales: Array) -> None:
     block = np.empty(BLOCK, np.float32)
-    bits = block.view(np.uint32)
     for number in range(len(scales)):
         start = number * BLOCK
-        scale = np.uint32(_widen(values, start, block)).view(np.float32) / np.float32(127)
+        scale = np.uint32(_read(values, start, block)).view(np.float32) / np.float32(127)
         inverse = np.float32(0)
         if not np.isfinite(scale):
             scale = np.float32(np.nan)
-            for i in range(BLOCK):
-                block[i] = np.float32(0)
+            block[:] = np.float32(0)
         elif scale < SMALLEST_SCALE:
             scale = np.float32(0)
         else:
             inverse = np.float32(1) / scale
         scales[number] = scale
-        for i in range(BLOCK):
-            block[i] = block[i] * inverse + ROUNDING
-        for i in range(BLOCK):
-            codes[start + i] = np.uint8(bits[i])
+        _nearest(block, inverse, codes, start)
 
 
 @kernel
 def decode_int8(codes: Array, scales: Array, values: Array) -> None:
     for number in range(len(scales)):
-        scale, start = scales[number], number * BLOCK
-        for i in range(start, min(start + BLOCK, len(values))):
-            values[i] = np.float32(codes[i]) * scale
+        scale = scales[number]
+        given, back = codes[number * BLOCK : (number + 1) * BLOCK], values[number * BLOCK : (number + 1) * BLOCK]
+        for i in range(len(back)):
+            back[i] = np.float32(given[i]) * scale
 
 
 @kernel
 def encode_fp8(values: Array, mantissa: int, largest_exponent: int, codes: Array, scales: Array) -> None:
     """To floats with so many bits of mantissa, the largest of which has this exponent."""
     block = np.empty(BLOCK, np.float32)
-    bits = block.view(np.uint32)
-    shift = np.uint32(23 - mantissa)
-    bias = 2 ** (6 - mantissa) - 1
-    smallest = np.uint32((128 - bias) << 23)  # bits of the smallest normal float
-    grid = np.uint32((151 - bias - mantissa) << 23).view(
-        np.float32
-    )  # adding it rounds to multiples of the smallest one
-    below = np.uint32(((127 - bias) << 23) - (1 << (22 - mantissa)) + 1)
     for number in range(len(scales)):
         start = number * BLOCK
-        largest = _widen(values, start, block)
-        if largest >= np.uint32(0x7F800000):
-            scales[number] = np.uint8(255)
+        largest = np.int64(_read(values, start, block))
+        if largest >= 0x7F800000:
+            scales[number] = 255
             codes[start : start + BLOCK] = np.uint8(0x7F)
             continue
-        scale = max(np.int32((largest + np.uint32(0x1FFFFF)) >> np.uint32(23)) - np.int32(largest_exponent), 1)
-        scales[number] = np.uint8(scale)
-        factor = np.uint32(np.uint32(254 - scale) << np.uint32(23)).view(np.float32)
-        for i in range(BLOCK):
-            block[i] = block[i] * factor
-        for i in range(BLOCK):
-            magnitude = np.uint32(bits[i] & MAGNITUDE)
-            normal = np.uint32(np.uint32(magnitude - below) + ((magnitude >> shift) & np.uint32(1))) >> shift
-            tiny = np.float32(np.uint32(magnitude).view(np.float32) + grid).view(np.uint32)
-            code = normal if magnitude >= smallest else tiny
-            codes[start + i] = np.uint8(code) | np.uint8((bits[i] >> np.uint32(24)) & np.uint32(0x80))
+        scale = max(((largest + 0x1FFFFF) >> 23) - largest_exponent, 1)
+        scales[number] = scale
+        factor = np.uint32((254 - scale) << 23).view(np.float32)
+        if mantissa == 3:
+            _to_e4m3(block, factor, codes, start)
+        else:
+            _to_e5m2(block, factor, codes, start)
 
 
 @kernel
 def decode_fp8(codes: Array, scales: Array, table: Array, values: Array) -> None:
     """With a table of what each byte stands for."""
     for number in range(len(scales)):
-        start = number * BLOCK
         scale = np.uint32(np.uint32(scales[number]) << np.uint32(23)).view(np.float32)
-        if scales[number] == np.uint8(255):
+        if scales[number] == 255:
             scale = np.float32(np.nan)
-        for i in range(start, min(start + BLOCK, len(values))):
-            values[i] = table[codes[i]] * scale
+        given, back = codes[number * BLOCK : (number + 1) * BLOCK], values[number * BLOCK : (number + 1) * BLOCK]
+        for i in range(len(back)):
+            back[i] = table[given[i]] * scale
