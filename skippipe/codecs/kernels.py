@@ -54,21 +54,21 @@ def as_array(tensor: Tensor) -> Array:
 # Operations on a tile as one vector
 
 
-def _vector(element: ir.Type, values: Any = None) -> Any:
-    """The type of a vector of BLOCK elements; with values, a constant."""
-    kind = ir.VectorType(element, BLOCK)
+def _vector(element: ir.Type, values: Any = None, count: int = BLOCK) -> Any:
+    """The type of a vector; with values, a constant."""
+    kind = ir.VectorType(element, count)
     if values is None:
         return kind
-    every = values if isinstance(values, list) else [values] * BLOCK
+    every = values if isinstance(values, list) else [values] * count
     return ir.Constant(kind, [ir.Constant(element, each) for each in every])
 
 
-def _memory(context: Any, builder: Any, array_type: Any, array: Any, element: ir.Type, start: Any = None) -> Any:
-    """The address of BLOCK elements of an array."""
+def _memory(context: Any, builder: Any, array_type: Any, array: Any, vector: Any, start: Any = None) -> Any:
+    """The address of a vector in an array."""
     data = context.make_array(array_type)(context, builder, array).data
     if start is not None:
         data = builder.gep(data, [start])
-    return builder.bitcast(data, _vector(element).as_pointer())
+    return builder.bitcast(data, vector.as_pointer())
 
 
 def _load(builder: Any, address: Any) -> Any:
@@ -113,14 +113,14 @@ def _reader(rotated: bool) -> Any:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = WORD if signature.args[0].dtype == types.float32 else SHORT
-            bits = _load(builder, _memory(context, builder, signature.args[0], args[0], kind, args[1]))
+            bits = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(kind), args[1]))
             if kind is SHORT:
                 bits = builder.shl(builder.zext(bits, _vector(WORD)), _vector(WORD, 16))
             if rotated:
                 bits = builder.xor(bits, _vector(WORD, [SIGN if sign < 0 else 0 for sign in _SIGNS]))
                 tile = _hadamard(builder, builder.bitcast(bits, _vector(FLOAT)), builder.fadd, builder.fsub)
                 bits = builder.bitcast(tile, _vector(WORD))
-            _store(builder, bits, _memory(context, builder, signature.args[2], args[2], WORD))
+            _store(builder, bits, _memory(context, builder, signature.args[2], args[2], _vector(WORD)))
             largest = ir.FunctionType(WORD, [_vector(WORD)])
             reduce = cgutils.get_or_insert_function(builder.module, largest, f"llvm.vector.reduce.umax.v{BLOCK}i32")
             return builder.call(reduce, [builder.and_(bits, _vector(WORD, SIGN - 1))])
@@ -140,30 +140,108 @@ def _mixed_number(number: int) -> int:
     return number ^ number >> 15
 
 
-def _quantizer(stochastic: bool) -> Any:
+def _widths(bits: int) -> tuple[int, ...]:
+    return (4, 2) if bits == 6 else (bits,)
+
+
+def _quantizer(bits: int, stochastic: bool = False) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
-    def whole_parts(typing: Any, tile: Any, factor: Any, offset: Any, key: Any, codes: Any) -> Any:  # noqa: ARG001
-        """Whole parts of a tile of fp32, times a factor, plus an offset, and with noise if asked for, as bytes."""
+    def quantize(typing: Any, tile: Any, factor: Any, key: Any, packed: Any, start: Any) -> Any:  # noqa: ARG001
+        """The codes of a rotated tile: whole parts of its values times a factor, plus half of all codes, and with
+        noise if asked for; packed, to the bytes from `start` on."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            given = _load(builder, _memory(context, builder, signature.args[0], args[0], FLOAT))
-            steps = builder.fadd(builder.fmul(given, _spread(builder, args[1])), _spread(builder, args[2]))
+            given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
+            scaled = builder.fmul(given, _spread(builder, args[1]))
+            steps = builder.fadd(scaled, _vector(FLOAT, 2.0 ** (bits - 1)))
             if stochastic:
                 places = _vector(WORD, [_mixed_number(place) for place in range(BLOCK)])
-                noise = builder.xor(places, _spread(builder, args[3]))
+                noise = builder.xor(places, _spread(builder, args[2]))
                 noise = builder.add(noise, builder.mul(builder.add(noise, noise), noise))
                 noise = builder.sitofp(builder.ashr(noise, _vector(WORD, 16)), _vector(FLOAT))
                 steps = builder.fadd(steps, builder.fmul(noise, _vector(FLOAT, 2.0**-16)))
-            whole = builder.trunc(builder.fptosi(steps, _vector(WORD)), _vector(BYTE))
-            _store(builder, whole, _memory(context, builder, signature.args[4], args[4], BYTE))
+            codes = builder.fptosi(steps, _vector(WORD))
+            if bits == 2:  # levels do not reach as far as the values
+                least, most = _vector(WORD, 0), _vector(WORD, 3)
+                codes = builder.select(builder.icmp_signed("<", codes, least), least, codes)
+                codes = builder.select(builder.icmp_signed(">", codes, most), most, codes)
+            codes = builder.trunc(codes, _vector(BYTE))
+            shift, start = 0, args[4]
+            for width in _widths(bits):
+                row = BLOCK * width // 8
+                part = builder.and_(builder.lshr(codes, _vector(BYTE, shift)), _vector(BYTE, 2**width - 1))
+                packed = _vector(BYTE, 0, row)
+                for plane in range(8 // width):
+                    few = _chosen(builder, part, part, list(range(plane * row, (plane + 1) * row)))
+                    packed = builder.or_(packed, builder.shl(few, _vector(BYTE, plane * width, row)))
+                address = _memory(context, builder, signature.args[3], args[3], _vector(BYTE, count=row), start)
+                _store(builder, packed, address)
+                shift, start = shift + width, builder.add(start, ir.Constant(start.type, row))
             return context.get_dummy_value()
 
-        return types.void(tile, types.float32, types.float32, types.uint32, codes), code
+        return types.void(tile, types.float32, types.uint32, packed, start), code
 
-    return whole_parts
+    return quantize
 
 
-_whole_parts, _whole_parts_by_chance = _quantizer(stochastic=False), _quantizer(stochastic=True)
+_quantize2, _quantize4, _quantize6 = _quantizer(2), _quantizer(4), _quantizer(6)
+_quantize4_by_chance, _quantize6_by_chance = _quantizer(4, stochastic=True), _quantizer(6, stochastic=True)
+
+
+def _leveller(bits: int) -> Any:
+    @intrinsic  # type: ignore[untyped-decorator]
+    def rotate_levels(typing: Any, packed: Any, start: Any, rotated: Any) -> Any:  # noqa: ARG001
+        """H of the levels of a tile, whose codes are in the bytes from `start` on, as int16."""
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            codes, shift, start = _vector(BYTE, 0), 0, args[1]
+            for width in _widths(bits):
+                row = BLOCK * width // 8
+                address = _memory(context, builder, signature.args[0], args[0], _vector(BYTE, count=row), start)
+                given = _load(builder, address)
+                part, mask = [], _vector(BYTE, 2**width - 1, row)
+                for plane in range(8 // width):
+                    part.append(builder.and_(builder.lshr(given, _vector(BYTE, plane * width, row)), mask))
+                while len(part) > 1:
+                    size = 2 * part[0].type.count
+                    pairs = zip(part[::2], part[1::2], strict=True)
+                    part = [_chosen(builder, one, other, list(range(size))) for one, other in pairs]
+                codes = builder.or_(codes, builder.shl(part[0], _vector(BYTE, shift)))
+                shift, start = shift + width, builder.add(start, ir.Constant(start.type, row))
+            if bits == 2:
+                levels = builder.sub(builder.mul(codes, _vector(BYTE, 7)), builder.lshr(codes, _vector(BYTE, 1)))
+                levels = builder.sub(levels, _vector(BYTE, 10))
+            else:
+                levels = builder.sub(builder.add(codes, codes), _vector(BYTE, 2**bits - 1))
+            tile = _hadamard(builder, builder.sext(levels, _vector(SHORT)), builder.add, builder.sub)
+            _store(builder, tile, _memory(context, builder, signature.args[2], args[2], _vector(SHORT)))
+            return context.get_dummy_value()
+
+        return types.void(packed, start, rotated), code
+
+    return rotate_levels
+
+
+_rotate_levels2, _rotate_levels4, _rotate_levels6 = _leveller(2), _leveller(4), _leveller(6)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _sum_of_squares(typing: Any, tile: Any, factor: Any) -> Any:  # noqa: ARG001
+    """Of a tile times a factor: the second half is added to the first until one number is left."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
+        scaled = builder.fmul(given, _spread(builder, args[1]))
+        squares, half = builder.fmul(scaled, scaled), BLOCK // 2
+        while half:
+            first, second = list(range(half)), list(range(half, 2 * half))
+            squares = builder.fadd(
+                _chosen(builder, squares, squares, first), _chosen(builder, squares, squares, second)
+            )
+            half //= 2
+        return builder.extract_element(squares, ir.Constant(WORD, 0))
+
+    return types.float32(tile, types.float32), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -171,10 +249,10 @@ def _nearest(typing: Any, block: Any, factor: Any, codes: Any, start: Any) -> An
     """The nearest whole numbers to fp32 values times a factor, ties to even, as bytes."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        given = _load(builder, _memory(context, builder, signature.args[0], args[0], FLOAT))
+        given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
         rounded = builder.fadd(builder.fmul(given, _spread(builder, args[1])), _vector(FLOAT, ROUNDING))
         whole = builder.trunc(builder.bitcast(rounded, _vector(WORD)), _vector(BYTE))
-        _store(builder, whole, _memory(context, builder, signature.args[2], args[2], BYTE, args[3]))
+        _store(builder, whole, _memory(context, builder, signature.args[2], args[2], _vector(BYTE), args[3]))
         return context.get_dummy_value()
 
     return types.void(block, types.float32, codes, start), code
@@ -193,7 +271,7 @@ def _to_fp8(mantissa: int) -> Any:
         """The nearest 8-bit floats to fp32 values times a factor, ties to even; none is beyond the largest."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            given = _load(builder, _memory(context, builder, signature.args[0], args[0], FLOAT))
+            given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
             bits = builder.bitcast(builder.fmul(given, _spread(builder, args[1])), _vector(WORD))
             magnitude = builder.and_(bits, _vector(WORD, SIGN - 1))
             odd = builder.and_(builder.lshr(magnitude, _vector(WORD, shift)), _vector(WORD, 1))
@@ -204,9 +282,9 @@ def _to_fp8(mantissa: int) -> Any:
                 builder.lshr(normal, _vector(WORD, shift)),
                 builder.bitcast(tiny, _vector(WORD)),
             )
-            sign = builder.and_(builder.lshr(bits, _vector(WORD, 24)), _vector(WORD, 0x80))
-            found = builder.trunc(builder.or_(builder.and_(found, _vector(WORD, 0x7F)), sign), _vector(BYTE))
-            _store(builder, found, _memory(context, builder, signature.args[2], args[2], BYTE, args[3]))
+            sign = builder.trunc(builder.lshr(bits, _vector(WORD, 24)), _vector(BYTE))
+            found = builder.or_(builder.trunc(found, _vector(BYTE)), builder.and_(sign, _vector(BYTE, 0x80)))
+            _store(builder, found, _memory(context, builder, signature.args[2], args[2], _vector(BYTE), args[3]))
             return context.get_dummy_value()
 
         return types.void(block, types.float32, codes, start), code
@@ -215,18 +293,6 @@ def _to_fp8(mantissa: int) -> Any:
 
 
 _to_e4m3, _to_e5m2 = _to_fp8(3), _to_fp8(2)
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _rotate_levels(typing: Any, levels: Any) -> Any:  # noqa: ARG001
-    """H of a tile of int16, in place."""
-
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        address = _memory(context, builder, signature.args[0], args[0], SHORT)
-        _store(builder, _hadamard(builder, _load(builder, address), builder.add, builder.sub), address)
-        return context.get_dummy_value()
-
-    return types.void(levels), code
 
 
 # Codecs of rotated tiles
@@ -257,102 +323,54 @@ def _mixed(number: Any) -> Any:
 
 
 @kernel
-def _pack(codes: Array, bits: int, packed: Array) -> None:
-    if bits >= 4:
-        for k in range(64):
-            packed[k] = (codes[k] & np.uint8(15)) | (codes[k + 64] << np.uint8(4))
-    if bits == 6:
-        upper = packed[64:]
-        for k in range(32):
-            few = (codes[k] >> np.uint8(4)) | ((codes[k + 32] >> np.uint8(4)) << np.uint8(2))
-            upper[k] = few | (codes[k + 64] & np.uint8(0x30)) | ((codes[k + 96] & np.uint8(0x30)) << np.uint8(2))
-    if bits == 2:
-        for k in range(32):
-            few = codes[k] | (codes[k + 32] << np.uint8(2))
-            packed[k] = few | (codes[k + 64] << np.uint8(4)) | (codes[k + 96] << np.uint8(6))
-
-
-@kernel
-def _unpack(packed: Array, bits: int, levels: Array) -> None:
-    """Levels from the codes of a tile."""
-    highest = np.int16((1 << bits) - 1)
-    if bits >= 4:
-        for k in range(64):
-            levels[k] = np.int16(2) * np.int16(packed[k] & np.uint8(15)) - highest
-            levels[k + 64] = np.int16(2) * np.int16(packed[k] >> np.uint8(4)) - highest
-    if bits == 6:
-        upper = packed[64:]
-        for k in range(32):
-            levels[k] += np.int16(32) * np.int16(upper[k] & np.uint8(3))
-            levels[k + 32] += np.int16(32) * np.int16((upper[k] >> np.uint8(2)) & np.uint8(3))
-            levels[k + 64] += np.int16(32) * np.int16((upper[k] >> np.uint8(4)) & np.uint8(3))
-            levels[k + 96] += np.int16(32) * np.int16(upper[k] >> np.uint8(6))
-    if bits == 2:
-        for k in range(32):
-            levels[k] = _int2_level(packed[k] & np.uint8(3))
-            levels[k + 32] = _int2_level((packed[k] >> np.uint8(2)) & np.uint8(3))
-            levels[k + 64] = _int2_level((packed[k] >> np.uint8(4)) & np.uint8(3))
-            levels[k + 96] = _int2_level(packed[k] >> np.uint8(6))
-
-
-@kernel
-def _int2_level(code: Any) -> Any:
-    return np.int16(7) * np.int16(code) - np.int16(10) - np.int16(code >> np.uint8(1))
-
-
-@kernel
 def encode_levels(values: Array, bits: int, unit: float, stochastic: bool, packed: Array, scales: Array) -> None:
     """int4, int6 and their stochastic forms: scales are the largest magnitudes times `unit`."""
-    rotated, codes = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8)
-    row = BLOCK * bits // 8
-    middle = np.float32(1 << (bits - 1))
+    rotated = np.empty(BLOCK, np.float32)
     for tile in range(len(scales)):
         largest = np.uint32(_rotate(values, tile * BLOCK, rotated)).view(np.float32)
         scales[tile] = _bf16_scale(largest * np.float32(unit))
         scale = _fp32(scales[tile])
         factor = np.float32(1) / (scale * np.float32(2 * BLOCK)) if scale > 0 else np.float32(0)
+        key = np.uint32(0)
         if stochastic:
             key = _mixed(np.float32(scale).view(np.uint32) ^ _mixed(np.uint32(tile + BLOCK)))
-            _whole_parts_by_chance(rotated, factor, middle, key, codes)
+        if bits == 4 and stochastic:
+            _quantize4_by_chance(rotated, factor, key, packed, tile * 64)
+        elif bits == 4:
+            _quantize4(rotated, factor, key, packed, tile * 64)
+        elif stochastic:
+            _quantize6_by_chance(rotated, factor, key, packed, tile * 96)
         else:
-            _whole_parts(rotated, factor, middle, np.uint32(0), codes)
-        _pack(codes, bits, packed[tile * row : (tile + 1) * row])
+            _quantize6(rotated, factor, key, packed, tile * 96)
 
 
 @kernel
 def encode_int2(values: Array, unit: float, border: float, packed: Array, scales: Array) -> None:
-    rotated, squares, codes = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint8)
+    rotated = np.empty(BLOCK, np.float32)
     for tile in range(len(scales)):
         largest = np.uint32(_rotate(values, tile * BLOCK, rotated)).view(np.float32)
         inverse = np.float32(1) / largest if largest >= SMALLEST_SCALE else np.float32(0)
-        for i in range(BLOCK):
-            part = rotated[i] * inverse
-            squares[i] = part * part
-        half = BLOCK // 2
-        while half:
-            for i in range(half):
-                squares[i] += squares[half + i]
-            half //= 2
-        scales[tile] = _bf16_scale(largest * np.sqrt(squares[0]) * np.float32(unit))
+        squares = np.sqrt(_sum_of_squares(rotated, inverse))
+        scales[tile] = _bf16_scale(largest * squares * np.float32(unit))
         scale = _fp32(scales[tile])
         factor = np.float32(1) / (scale * np.float32(border)) if scale > 0 else np.float32(0)
-        for i in range(BLOCK):
-            codes[i] = min(max(np.int32(rotated[i] * factor + np.float32(2)), np.int32(0)), np.int32(3))
-        _pack(codes, 2, packed[tile * 32 : (tile + 1) * 32])
+        _quantize2(rotated, factor, np.uint32(0), packed, tile * 32)
 
 
 @kernel
 def decode_levels(packed: Array, scales: Array, bits: int, values: Array) -> None:
     """Of int2, int4, int6 and their stochastic forms."""
-    levels = np.empty(BLOCK, np.int16)
-    row = BLOCK * bits // 8
+    rotated = np.empty(BLOCK, np.int16)
     for tile in range(len(scales)):
-        _unpack(packed[tile * row : (tile + 1) * row], bits, levels)
-        _rotate_levels(levels)
+        if bits == 4:
+            _rotate_levels4(packed, tile * 64, rotated)
+        elif bits == 6:
+            _rotate_levels6(packed, tile * 96, rotated)
+        else:
+            _rotate_levels2(packed, tile * 32, rotated)
         scale = _fp32(scales[tile])
-        given_back = values[tile * BLOCK : (tile + 1) * BLOCK]
-        for i in range(BLOCK):  # one after another, or memory would be read before it is written
-            given_back[i] = np.float32(levels[i]) * (_SIGNS[i] * scale)
+        for i in range(BLOCK):  # from first to last, or memory is read before it is written
+            values[tile * BLOCK + i] = np.float32(rotated[i]) * (_SIGNS[i] * scale)
 
 
 # Codecs of blocks as they are
