@@ -4,8 +4,10 @@ python -m benchmarks.codecs [--device cuda] [--compiled] [--mib 16] [codec ...]
 
 `round trip` is both, one after the other, as bytes of bf16 for each second; goals: 1 GB/s on a core of a CPU and
 100 GB/s, compiled, on an H200. With --compiled `rounded` of each codec is compiled by torch.compile, as a whole, and
-captured in a CUDA graph; the column `rounded` is that, or the plain call. `error` is the root of the mean square error
-of Gaussian values, in their root mean squares. The fastest of several rounds counts: other work on the machine shows.
+captured in a CUDA graph; the column `rounded` is that, or the plain call. `feedback` is what averaging does to an fp32
+gradient if the codec asks for error feedback: encode it, decode it again, keep the difference; as if it was bf16, too.
+`error` is the root of the mean square error of Gaussian values, in their root mean squares. The fastest of several
+rounds counts: other work on the machine shows.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, decode, encode
 
 ROUNDS = 9
 
@@ -49,6 +51,11 @@ def captured(run: Callable[[Tensor], Tensor], tensor: Tensor) -> Callable[[], ob
     return graph.replay
 
 
+def fed_back(codec: str, gradient: Tensor, remainder: Tensor) -> None:
+    """As `GradientAverager.contribute`."""
+    torch.sub(gradient, decode(encode(gradient, codec), gradient.device), out=remainder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("codecs", nargs="*", default=list(CODECS), metavar="codec")
@@ -62,7 +69,8 @@ def main() -> None:
     flat = torch.randn(options.mib * 2**19, device=device).bfloat16()
     size = 2 * flat.numel() / 1e9
     print(
-        f"{'GB/s of bf16':18}{'bits a value':>14}{'error':>9}{'encode':>9}{'decode':>9}{'round trip':>12}{'rounded':>9}"
+        f"{'GB/s of bf16':23}{'bits a value':>14}{'error':>9}{'encode':>9}{'decode':>9}{'round trip':>12}{'rounded':>9}"
+        f"{'feedback':>10}"
     )
     for name in options.codecs:
         codec = CODECS[name]
@@ -74,13 +82,18 @@ def main() -> None:
         decode_s = seconds(partial(codec.decode, raw, flat.numel()), device)
         rounded: Callable[[Tensor], Tensor] = codec.rounded
         if options.compiled:
+            torch.compiler.reset()  # or `rounded` counts as one function that is compiled anew too often
             rounded = torch.compile(rounded, fullgraph=True)
             rounded(flat)
         call = captured(rounded, flat) if device == "cuda" else partial(rounded, flat)
         rounded_s = seconds(call, device)
         rates = (size / each for each in (encode_s, decode_s, encode_s + decode_s, rounded_s))
         columns = "".join(f"{rate:{width}.2f}" for rate, width in zip(rates, (9, 9, 12, 9), strict=True))
-        print(f"{name:18}{bits:14.3f}{error:9.4f}{columns}")
+        if codec.error_feedback:
+            gradient = flat.float()
+            feedback_s = seconds(partial(fed_back, name, gradient, torch.empty_like(gradient)), device)
+            columns += f"{size / feedback_s:10.2f}"
+        print(f"{name:23}{bits:14.3f}{error:9.4f}{columns}")
 
 
 if __name__ == "__main__":

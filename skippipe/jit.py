@@ -94,7 +94,7 @@ def _cache_folder() -> Path:
     if _cache_dir is None:
         package = Path(__file__).parent
         sources = sha256()
-        patterns = ("*.py", "collectives/*.py", "planner/**/*.py")
+        patterns = ("*.py", "codecs/*.py", "collectives/*.py", "planner/**/*.py")
         for file in sorted(file for pattern in patterns for file in package.glob(pattern)):
             sources.update(file.read_bytes())
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())

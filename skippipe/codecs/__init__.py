@@ -16,7 +16,8 @@ from skippipe.codecs.bf16 import Bf16
 from skippipe.codecs.fp8 import Fp8, Fp8E5m2
 from skippipe.codecs.fp32 import Fp32
 from skippipe.codecs.int2 import Int2
-from skippipe.codecs.int4 import Int4, Int4Stochastic
+from skippipe.codecs.int4 import Int4, Int4Stochastic, Int4Tile32, Int4Tile32Stochastic
+from skippipe.codecs.int6 import Int6, Int6Stochastic
 from skippipe.codecs.int8 import Int8
 from skippipe.codecs.interface import Buffer, Codec, EncodedTensor
 from skippipe.codecs.low_rank import LowRank
@@ -55,6 +56,10 @@ CODECS: dict[str, Codec] = {
         Int4(),
         Int4Stochastic(),
         Int2(),
+        Int6(),
+        Int6Stochastic(),
+        Int4Tile32(),
+        Int4Tile32Stochastic(),
     )
 }
 

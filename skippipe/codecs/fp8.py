@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from skippipe.codecs.interface import Codec, in_blocks
+from skippipe.codecs.interface import Codec, in_blocks, kernels_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,7 @@ class Fp8(Codec):
     error_bound = f"1/16 of the value, or 2⁻¹⁷ of the largest magnitude among {BLOCK} neighbouring values"
     error_feedback = True
     torch_dtype: ClassVar[str] = "float8_e4m3fn"
+    mantissa_bits: ClassVar[int] = 3
     largest_exponent: ClassVar[int] = 8
     """Of the largest number, which is 1.75 times this power of two."""
 
@@ -39,7 +40,15 @@ class Fp8(Codec):
 
         values, dtype = flat.numel(), getattr(torch, self.torch_dtype)
         raw = torch.empty(self.expected_bytes(values), dtype=torch.uint8, device=flat.device)
-        for start, block in in_blocks(flat.to(torch.float32), BLOCK):
+        whole = 0
+        if kernels := kernels_for(flat, values):
+            whole = values // BLOCK * BLOCK
+            scales = raw[values:][: whole // BLOCK].numpy()
+            kernels.encode_fp8(
+                kernels.as_array(flat), self.mantissa_bits, self.largest_exponent, kernels.as_array(raw), scales
+            )
+        for start, block in in_blocks(flat[whole:].to(torch.float32), BLOCK):
+            start += whole
             largest = block.abs().amax(dim=1, keepdim=True)
             # The exponent of fp32, one more where the mantissa is above 1.75.
             exponent = (largest.view(torch.int32) + 0x1FFFFF) >> 23
@@ -53,7 +62,12 @@ class Fp8(Codec):
     def decode(self, raw: Tensor, values: int) -> Tensor:
         import torch
 
-        flat = raw[:values].view(getattr(torch, self.torch_dtype)).to(torch.float32)
+        dtype = getattr(torch, self.torch_dtype)
+        if kernels := kernels_for(raw, values):
+            flat, table = torch.empty(values), torch.arange(256, dtype=torch.uint8).view(dtype).float()
+            kernels.decode_fp8(raw.numpy(), raw[values:].numpy(), table.numpy(), flat.numpy())
+            return flat
+        flat = raw[:values].view(dtype).to(torch.float32)
         biased = raw[values:].to(torch.int32)
         scales = (biased << 23).view(torch.float32).where(biased < NOT_FINITE, torch.nan)
         for start, block in in_blocks(flat, BLOCK):
@@ -68,4 +82,5 @@ class Fp8E5m2(Fp8):
     number = 6
     error_bound = f"1/8 of the value, or 2⁻³¹ of the largest magnitude among {BLOCK} neighbouring values"
     torch_dtype = "float8_e5m2"
+    mantissa_bits = 2
     largest_exponent = 15

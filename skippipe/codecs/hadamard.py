@@ -1,9 +1,10 @@
 """Codecs of few bits: tiles of values are rotated, and a rotated tile is rounded to few levels of one scale.
 
-TILE consecutive values are a tile x, the last one filled up with zeros. It becomes y = HDx, where H is the Hadamard
-matrix with the entries (−1)^(bits that i and j share), and D changes signs as the Rudin-Shapiro sequence does: −1 where
-a number has an odd count of neighbouring ones. So an outlier is spread over the whole tile, and so is what is constant
-in it, and y is nearly Gaussian whatever x was. H and D are their own inverses, but for the factor TILE.
+Consecutive values, TILE of them or as many as the codec says, are a tile x, the last one filled up with zeros. It
+becomes y = HDx, where H is the Hadamard matrix with the entries (−1)^(bits that i and j share), and D changes signs as
+the Rudin-Shapiro sequence does: −1 where a number has an odd count of neighbouring ones. So an outlier is spread over
+the whole tile, and so is what is constant in it, and y is nearly Gaussian whatever x was. H and D are their own
+inverses, but for the factor TILE.
 
 Of each coefficient of y a codec keeps a code of few bits, which stands for a whole number, its level. With the tile's
 scale s what comes back is D(H · levels) · s. The sums are whole numbers, exact in fp32, in any order; so the same bytes
@@ -11,16 +12,18 @@ give the same bits on every device.
 
 All codes come first, tile by tile, then all scales, as bf16: two bytes for 128 values, and a level is not much finer
 than its 8 bits. With n codes a byte, byte k of a tile holds those of coefficients k, k + TILE/n, …, the first one in
-the lowest bits. A tile with NaN or an infinity in it, or with sums beyond fp32 (magnitudes of 10³⁶), gets the scale NaN
-and comes back as NaN throughout.
+the lowest bits. Codes of six bits do not fill bytes: their lower four bits come first, then their upper two. A tile
+with NaN or an infinity in it, or with sums beyond fp32 (magnitudes of 10³⁶), gets the scale NaN and comes back as NaN
+throughout.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from skippipe.codecs.interface import SMALLEST_SCALE, Codec
+from skippipe.codecs.interface import SMALLEST_SCALE, Codec, kernels_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,51 +38,95 @@ class HadamardCodec(Codec):
 
     bits: ClassVar[int]
     """Of a code."""
+    tile: ClassVar[int] = TILE
+    """Values of a tile: a power of two."""
 
     @abstractmethod
     def quantized(self, rotated: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Codes as uint8 [TILE, tiles] and scales as fp32 [tiles], of which bf16 holds all digits, for rotated tiles
-        [TILE, tiles], which may be overwritten. `first` is the number of the first tile in its tensor. Where a
+        """Codes as uint8 [tile, tiles] and scales as fp32 [tiles], of which bf16 holds all digits, for rotated tiles
+        [tile, tiles], which may be overwritten. `first` is the number of the first tile in its tensor. Where a
         coefficient is not finite, its code does not matter."""
 
     @abstractmethod
     def levels(self, codes: Tensor) -> Tensor:
         """What codes stand for, as int8 or int16, whose sums over a tile fit into int16."""
 
+    @abstractmethod
+    def encode_compiled(self, kernels: ModuleType, values: Any, packed: Any, scales: Any) -> None:
+        """What `quantized` does to whole tiles of TILE values from the first one on, and packs their codes."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Bits of the parts of a code that are packed one after another."""
+        return (4, 2) if self.bits == 6 else (self.bits,)
+
     def expected_bytes(self, values: int) -> int:
-        return -(-values // TILE) * (TILE * self.bits // 8 + SCALE_BYTES)
+        return -(-values // self.tile) * (self.tile * self.bits // 8 + SCALE_BYTES)
 
     def encode(self, flat: Tensor) -> Tensor:
         import torch
 
-        tiles, row = -(-flat.numel() // TILE), TILE * self.bits // 8
+        tiles, row = -(-flat.numel() // self.tile), self.tile * self.bits // 8
         raw = torch.empty(self.expected_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
         packed, scales = raw[: tiles * row].view(tiles, row), raw[tiles * row :].view(torch.bfloat16)
-        for first, count in _chunks(tiles, flat):
-            part = flat[first * TILE : (first + count) * TILE]
-            if part.numel() < count * TILE:
-                part = torch.nn.functional.pad(part, (0, count * TILE - part.numel()))
-            codes, scale = self.quantized(_rotated(part.view(count, TILE)), first)
-            planes = codes.view(8 // self.bits, row, count)
-            together = planes[0]
-            for number in range(1, len(planes)):
-                together = together + (planes[number] << number * self.bits)
-            packed[first : first + count].copy_(together.t())
+        whole = 0
+        if self.tile == TILE and (kernels := kernels_for(flat, flat.numel())):
+            whole, given = flat.numel() // TILE, kernels.as_array(flat)
+            self.encode_compiled(kernels, given, kernels.as_array(raw), kernels.as_array(scales[:whole]))
+        for first, count in self._chunks(whole, tiles, flat):
+            part = flat[first * self.tile : (first + count) * self.tile]
+            if part.numel() < count * self.tile:
+                part = torch.nn.functional.pad(part, (0, count * self.tile - part.numel()))
+            codes, scale = self.quantized(_rotated(part.view(count, self.tile)), first)
+            packed[first : first + count].copy_(self._packed(codes).t())
             scales[first : first + count].copy_(scale)
         return raw
 
     def decode(self, raw: Tensor, values: int) -> Tensor:
         import torch
 
-        tiles, row = -(-values // TILE), TILE * self.bits // 8
+        tiles, row = -(-values // self.tile), self.tile * self.bits // 8
         packed, scales = raw[: tiles * row].view(tiles, row), raw[tiles * row :].view(torch.bfloat16)
-        flat = torch.empty(tiles, TILE, device=raw.device)
-        for first, count in _chunks(tiles, raw):
-            together = packed[first : first + count].t().contiguous()
-            planes = [(together >> place) & (2**self.bits - 1) for place in range(0, 8, self.bits)]
-            rotated_back = _rotated_back(self.levels(torch.cat(planes)))
+        flat = torch.empty(tiles, self.tile, device=raw.device)
+        if self.tile == TILE and (kernels := kernels_for(raw, values)):
+            kernels.decode_levels(kernels.as_array(raw), kernels.as_array(scales), self.bits, flat.view(-1).numpy())
+            return flat.view(-1)[:values]
+        for first, count in self._chunks(0, tiles, raw):
+            codes = self._unpacked(packed[first : first + count].t().contiguous())
+            rotated_back = _rotated_back(self.levels(codes))
             torch.mul(rotated_back, scales[first : first + count].float().unsqueeze(1), out=flat[first : first + count])
         return flat.view(-1)[:values]
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        """Codes [tile, tiles] as the bytes of each tile, in columns."""
+        import torch
+
+        parts, shift = [], 0
+        for width in self.widths:
+            planes = ((codes >> shift) & (2**width - 1)).view(8 // width, -1, codes.shape[1])
+            together = planes[0]
+            for number in range(1, len(planes)):
+                together = together + (planes[number] << number * width)
+            parts.append(together)
+            shift += width
+        return torch.cat(parts)
+
+    def _unpacked(self, columns: Tensor) -> Tensor:
+        """Codes [tile, tiles] from the bytes of each tile, in columns."""
+        import torch
+
+        codes, shift = None, 0
+        for width, together in zip(self.widths, columns.split([self.tile * w // 8 for w in self.widths]), strict=True):
+            part = torch.cat([(together >> place) & (2**width - 1) for place in range(0, 8, width)])
+            codes = part if codes is None else codes + (part << shift)
+            shift += width
+        assert codes is not None
+        return codes
+
+    def _chunks(self, start: int, tiles: int, where: Tensor) -> list[tuple[int, int]]:
+        """(first tile, number of tiles): all at once but on a CPU."""
+        size = CHUNK_TILES * TILE // self.tile if where.device.type == "cpu" else tiles
+        return [(first, min(size, tiles - first)) for first in range(start, tiles, size)]
 
 
 def sound_scales(scale: Tensor) -> Tensor:
@@ -95,30 +142,27 @@ def inverse(scale: Tensor, factor: float) -> Tensor:
     return (1 / (scale * factor)).where(scale > 0, 0.0)
 
 
-def _chunks(tiles: int, where: Tensor) -> list[tuple[int, int]]:
-    """(first tile, number of tiles): all at once but on a CPU."""
-    size = CHUNK_TILES if where.device.type == "cpu" else tiles
-    return [(first, min(size, tiles - first)) for first in range(0, tiles, size)]
-
-
 def _rotated(tiles: Tensor) -> Tensor:
     """HD of each row, as columns, in fp32."""
     import torch
 
+    tile = tiles.shape[1]
     if tiles.device.type == "cpu":
-        return _butterflies((tiles * _signs(tiles).float()).t().contiguous())
+        return _butterflies((tiles * _signs(tile, tiles).float()).t().contiguous())
     with torch.autocast(tiles.device.type, enabled=False):
-        return torch.mm(_matrix(tiles), tiles.float().t())
+        return torch.mm(_matrix(tile, tiles), tiles.float().t())
 
 
 def _rotated_back(levels: Tensor) -> Tensor:
     """DH of each column, as rows of whole numbers."""
     import torch
 
+    tile = len(levels)
     if levels.device.type == "cpu":
-        return (_butterflies(levels.to(torch.int16)) * _signs(levels).to(torch.int16).unsqueeze(1)).t().contiguous()
+        signs = _signs(tile, levels).to(torch.int16)
+        return (_butterflies(levels.to(torch.int16)) * signs.unsqueeze(1)).t().contiguous()
     with torch.autocast(levels.device.type, enabled=False):
-        return torch.mm(levels.float().t(), _matrix(levels))
+        return torch.mm(levels.float().t(), _matrix(tile, levels))
 
 
 def _butterflies(columns: Tensor) -> Tensor:
@@ -126,27 +170,27 @@ def _butterflies(columns: Tensor) -> Tensor:
     bits."""
     import torch
 
-    result = torch.empty_like(columns)
-    for _ in range(7):  # sums and differences of neighbours go to the two halves, so places are in order in the end
-        torch.add(columns[0::2], columns[1::2], out=result[: TILE // 2])
-        torch.sub(columns[0::2], columns[1::2], out=result[TILE // 2 :])
+    result, half = torch.empty_like(columns), len(columns) // 2
+    for _ in range(half.bit_length()):  # sums and differences of neighbours go to the two halves: in order in the end
+        torch.add(columns[0::2], columns[1::2], out=result[:half])
+        torch.sub(columns[0::2], columns[1::2], out=result[half:])
         columns, result = result, columns
     return columns
 
 
-def _signs(like: Tensor) -> Tensor:
+def _signs(tile: int, like: Tensor) -> Tensor:
     """The diagonal of D."""
     import torch
 
-    index = torch.arange(TILE, dtype=torch.int32, device=like.device)
+    index = torch.arange(tile, dtype=torch.int32, device=like.device)
     return _sign_of_parity(index & (index >> 1))
 
 
-def _matrix(like: Tensor) -> Tensor:
+def _matrix(tile: int, like: Tensor) -> Tensor:
     """HD, computed on the device: a copy from the host could not be part of a CUDA graph."""
     import torch
 
-    index = torch.arange(TILE, dtype=torch.int32, device=like.device)
+    index = torch.arange(tile, dtype=torch.int32, device=like.device)
     return _sign_of_parity((index.unsqueeze(1) & index) ^ (index & (index >> 1))).float()
 
 

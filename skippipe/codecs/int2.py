@@ -8,7 +8,8 @@ what error feedback needs. Meant for weight gradients; on a hop nothing would gi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from skippipe.codecs.hadamard import TILE, HadamardCodec, inverse, sound_scales
 from skippipe.codecs.interface import SMALLEST_SCALE
@@ -39,6 +40,9 @@ class Int2(HadamardCodec):
         scale = sound_scales(largest * squares[0].sqrt() * (UNIT / TILE**1.5))
         codes = rotated.mul_(inverse(scale, TILE * BORDER)).add_(2).clamp_(0, 3)
         return codes.to(torch.uint8), scale
+
+    def encode_compiled(self, kernels: ModuleType, values: Any, packed: Any, scales: Any) -> None:
+        kernels.encode_int2(values, UNIT / TILE**1.5, TILE * BORDER, packed, scales)
 
     def levels(self, codes: Tensor) -> Tensor:
         import torch

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skippipe.codecs.interface import SMALLEST_SCALE, Codec, in_blocks
+from skippipe.codecs.interface import SMALLEST_SCALE, Codec, in_blocks, kernels_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,13 @@ class Int8(Codec):
         values = flat.numel()
         raw = torch.empty(self.expected_bytes(values), dtype=torch.uint8, device=flat.device)
         scales = []
-        for start, block in in_blocks(flat.to(torch.float32), BLOCK):
+        whole = 0
+        if kernels := kernels_for(flat, values):
+            whole = values // BLOCK * BLOCK
+            scales.append(torch.empty(whole // BLOCK))
+            kernels.encode_int8(kernels.as_array(flat), kernels.as_array(raw), scales[0].numpy())
+        for start, block in in_blocks(flat[whole:].to(torch.float32), BLOCK):
+            start += whole
             scale = block.abs().amax(dim=1, keepdim=True) / 127
             scale = scale.where(scale.isfinite(), torch.nan).where(~(scale < SMALLEST_SCALE), 0.0)
             rounded = (block * (1 / scale).where(scale > 0, 0.0)).round_()
@@ -45,8 +51,12 @@ class Int8(Codec):
     def decode(self, raw: Tensor, values: int) -> Tensor:
         import torch
 
-        flat = raw[:values].view(torch.int8).to(torch.float32)
         scales = raw[values:].clone().view(torch.float32)  # a clone, because the values may end on any byte
+        if kernels := kernels_for(raw, values):
+            flat = torch.empty(values)
+            kernels.decode_int8(raw.numpy().view("int8"), scales.numpy(), flat.numpy())
+            return flat
+        flat = raw[:values].view(torch.int8).to(torch.float32)
         for start, block in in_blocks(flat, BLOCK):
             block.mul_(scales[start // BLOCK :][: len(block)].unsqueeze(1))
         return flat

@@ -6,10 +6,13 @@ it must not import torch; `encode`, `decode` and `rounded` may.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
+from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 Buffer: TypeAlias = bytes | bytearray | memoryview
 LOSSLESS = "lossless"
 SMALLEST_SCALE = 2.0**-126  # below it fp32 runs out of digits; values with such a scale are sent as zeros
+
+COMPILED_FROM = 4096  # values of a tensor: for fewer, nothing has to be compiled or read from disk
 
 
 class Codec(ABC):
@@ -107,6 +112,27 @@ def in_blocks(flat: Tensor, size: int) -> Sequence[tuple[int, Tensor]]:
     whole = flat.numel() // size * size
     parts = ((0, flat[:whole].view(-1, size)), (whole, flat[whole:].view(1, -1)))
     return [(start, part) for start, part in parts if part.numel()]
+
+
+def kernels_for(tensor: Tensor, values: int) -> ModuleType | None:
+    """The compiled form of codecs, for a tensor in the memory of a CPU; None for few values, where there is no numba,
+    and for what is traced by torch.compile."""
+    import torch
+
+    if values < COMPILED_FROM or tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    return _kernels()
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    if os.environ.get("SKIPPIPE_PURE_PYTHON"):
+        return None
+    try:
+        from skippipe.codecs import kernels
+    except ImportError:
+        return None
+    return kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -66,12 +68,14 @@ def message(body: EncodedTensor) -> Message:
 
 
 def test_numbers_and_ids_are_those_of_messages_and_files_from_before() -> None:
-    names = ("fp32", "bf16", "int8", "fp8", "fp8-e5m2", "int4", "int4-stochastic", "int2")
-    assert {codec.number: name for name, codec in CODECS.items()} == dict(enumerate(names, 2))
+    names = (
+        "fp32 bf16 int8 fp8 fp8-e5m2 int4 int4-stochastic int2 int6 int6-stochastic int4-tile32 int4-tile32-stochastic"
+    )
+    assert {codec.number: name for name, codec in CODECS.items()} == dict(enumerate(names.split(), 2))
     assert get_args(CodecId) == tuple(CODECS)
     assert [name for name, codec in CODECS.items() if codec.lossless] == ["fp32"]
     assert smaller_than("fp32") == "bf16" and smaller_than("bf16") == "int8"
-    assert smaller_than("int8") == "int4" and smaller_than("int4") is None
+    assert smaller_than("int8") == "int6" and smaller_than("fp8") == "int4-tile32" and smaller_than("int4") is None
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
@@ -92,6 +96,19 @@ def test_the_schema_names_every_codec_and_collective() -> None:
 def test_the_reference_rounds_as_a_hop_does(name: str) -> None:
     tensor = noise(3, 2, 300)
     assert torch.equal(CODECS[name].rounded(tensor).float(), decode(encode(tensor, name)))
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs_where_only_torch_is() -> None:
+    """As on a machine with a GPU: no numba, nor what planner, transport and command need."""
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['numba', 'llvmlite', 'ortools', 'zmq', 'typer', 'msgspec']))\n"
+        "from benchmarks.codecs import main; sys.argv[1:] = ['--mib', '1', *sys.argv[1:]]; main()"
+    )
+    names = ["int8", "fp8", "int6", "int2"]
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == names
 
 
 def test_a_codec_whose_size_depends_on_content_through_frames(top_k: str) -> None:

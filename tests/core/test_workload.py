@@ -121,6 +121,10 @@ def test_expected_bytes() -> None:
         "int4": 8 * (64 + 2),
         "int4-stochastic": 8 * (64 + 2),
         "int2": 8 * (32 + 2),
+        "int6": 8 * (96 + 2),
+        "int6-stochastic": 8 * (96 + 2),
+        "int4-tile32": 32 * (16 + 2),
+        "int4-tile32-stochastic": 32 * (16 + 2),
     }
 
 

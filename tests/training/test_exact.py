@@ -93,9 +93,9 @@ def test_every_family(family: str) -> None:
     assert_exact(*plan_of(SKIPPED, family=family, split=family != "qwen3", activation_checkpointing=recompute))
 
 
-CODECS = ("fp32", "bf16", "int8", "fp8", "int4", "int4-stochastic")
+CODECS = ("fp32", "bf16", "int8", "fp8", "int4", "int6", "int4-tile32", "int4-stochastic", "int6-stochastic")
 MIXED = tuple(
-    LinkDtypes(f"n{i}", f"n{j}", CODECS[(i + j) % 5], CODECS[(i + 2 * j) % 6])
+    LinkDtypes(f"n{i}", f"n{j}", CODECS[(i + j) % 7], CODECS[(i + 2 * j) % 9])
     for i, j in product(range(8), repeat=2)
     if (i, j) != (0, 5)  # this one has the usual codec
 )
