@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from skippipe.errors import Infeasible
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, Problem, lane_unit
 from skippipe.planner.published import EXAMPLES, Example
@@ -30,7 +31,7 @@ from skippipe.planner.strategies import compile_kernels, compile_search, make_pl
 from skippipe.presets import preset, random_cluster
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 RIVALS = (Strategy.SKIPPIPE, Strategy.NO_TC2, Strategy.DTFM_SKIP, Strategy.DTFM)
 ALL = DecisionVariables()

@@ -35,8 +35,9 @@ from skippipe.inference.speculative import Speculator, parse_draft, pick_draft
 from skippipe.inference.static_decoding import StaticDecoder
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model_shape import MODELS, ModelShape
 from skippipe.stage_subset import StageSubset
-from skippipe.workload import MODELS, ModelShape, Workload
+from skippipe.workload import Workload
 
 STAGES = 6
 SAMPLE_TOKENS = 48  # by which 'auto' picks a draft

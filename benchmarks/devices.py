@@ -25,13 +25,14 @@ from skippipe.cluster import Cluster, Node
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.model_shape import ModelShape
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.run import Run
-from skippipe.workload import ModelShape, Workload
+from skippipe.workload import Workload
 
 LEARNING = OptimConfig(warmup=2, iterations=1000)
 MACHINES, STAGES = 2, 2  # machines of each stage

@@ -28,6 +28,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model_shape import MODELS
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
@@ -35,7 +36,7 @@ from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.reference import ReferenceTrainer
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 MICROBATCHES = 12
 RECORDED = 4  # one of so many iterations is recorded, task by task

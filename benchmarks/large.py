@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.repair.repair import compile_repair, repaired
 from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import compile_search, make_plan
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 PLANNING_S = 60.0
 HUNDRED = ("random:100", "regions:100")

@@ -20,13 +20,14 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model_shape import MODELS
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 TEXT_TOKENS = 2**16  # of the text, which is random and seen again and again: the loss must fall
 

@@ -28,6 +28,7 @@ from skippipe.data.prepare import prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.model_shape import ModelShape
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
@@ -36,7 +37,7 @@ from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
-from skippipe.workload import ModelShape, Workload
+from skippipe.workload import Workload
 
 LEARNING = OptimConfig(warmup=2, iterations=1000)
 

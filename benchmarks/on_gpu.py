@@ -38,7 +38,8 @@ PLAN = """
 import sys
 from pathlib import Path
 from benchmarks.gpu import full_pipeline
-from skippipe.workload import MODELS, Workload
+from skippipe.model_shape import MODELS
+from skippipe.workload import Workload
 from dataclasses import replace
 model, sequence, samples, device, to = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
 full_pipeline(Workload(replace(MODELS[model], vocab=2048), sequence, samples, 12), 2, device).save(to)

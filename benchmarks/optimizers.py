@@ -19,8 +19,9 @@ from torch import nn
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Averaging
 from skippipe.model.flat_params import FlatParams
+from skippipe.model_shape import MODELS, ModelShape
 from skippipe.optim.config import OptimConfig
-from skippipe.workload import MODELS, ModelShape, Workload
+from skippipe.workload import Workload
 
 STEPS = 5
 KINDS = (

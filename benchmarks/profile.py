@@ -28,11 +28,12 @@ import torch
 from skippipe.cluster import Cluster, Node
 from skippipe.launch.local import LocalLauncher
 from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.model_shape import MODELS
 from skippipe.profiling.coordinator import ProfilingCallback, profile_nodes
 from skippipe.profiling.estimators import ProbeSettings
 from skippipe.profiling.node import ROLES, ProfilingConfig
 from skippipe.profiling.results import merge_results, outliers
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 LATENCY_S = 0.0005, 0.12
 BANDWIDTH = 5e5, 6e7

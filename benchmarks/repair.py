@@ -18,6 +18,7 @@ import numpy as np
 
 from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
@@ -26,7 +27,7 @@ from skippipe.planner.repair.stage_assignment import StageAssignment
 from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 SETTINGS = (
     # cluster, seconds for a repair, losses of one node that are tried

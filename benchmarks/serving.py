@@ -33,8 +33,8 @@ from skippipe.data.tokenizer import train_bpe
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model_shape import ModelShape
 from skippipe.optim.config import OptimConfig
-from skippipe.workload import ModelShape
 from tests.helpers.serve_process import Server
 
 TOKEN = "benchmark-token-benchmark"

@@ -19,8 +19,9 @@ import numpy as np
 
 from skippipe.cluster import Cluster, Matrix, Node
 from skippipe.errors import UserError
+from skippipe.model_shape import MODELS
 from skippipe.value_ranges import NODES, SEED
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 GIB = 2**30
 MBIT = 125_000  # bytes a second of 1 Mbit/s

@@ -1,36 +1,33 @@
 """A model and a batch, as far as a plan needs them: operations, bytes and memory.
 
-`ModelShape` is what a configuration file says of a decoder-only transformer; `Workload` adds the batch and how it is
-run, and answers for any number of layers: how many floating-point operations, how many bytes over a hop, how many bytes
-to average, how many bytes a node must hold. Seconds come in `cost_model`, where the workload meets the cluster.
+`Workload` adds to the shape of a model (`model_shape`) the batch and how it is run, and answers for any number of
+layers: how many floating-point operations, how many bytes over a hop, how many bytes to average, how many bytes a node
+must hold. Seconds come in `cost_model`, where the workload meets the cluster.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from skippipe.codecs import CODECS, GRADIENTS, LOW_RANK, gradient_codec
 from skippipe.codecs.low_rank import decoder_matrices
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, exists, read_json
+from skippipe.json_fields import Fields
+from skippipe.model_shape import ModelShape
 from skippipe.optim import DEFAULT, OPTIMIZERS
 from skippipe.optim.interface import HOST_BUFFERS, HOST_PIECE, STORED_BYTES
 from skippipe.value_ranges import (
     COUNT,
-    LAYERS,
     MICROBATCHES,
     SAMPLES,
     SEQUENCE,
     SLOTS,
-    WIDTH,
     Choices,
     Range,
     check_ranges,
-    range_of,
 )
 
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
@@ -40,159 +37,6 @@ OFFLOADS = ("none", "averaging", "optimizer")
 state."""
 OFFLOAD_FLOPS = 4_000  # operations that fit into the time in which a byte comes from host memory
 LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a decoder-only transformer (Llama, Qwen3, Mistral, Mixtral, …)."""
-
-    name: str
-    layers: Annotated[int, LAYERS]
-    hidden: Annotated[int, WIDTH]
-    heads: Annotated[int, WIDTH]
-    kv_heads: Annotated[int, WIDTH]
-    head_dim: Annotated[int, WIDTH]
-    intermediate: Annotated[int, WIDTH]
-    """Width of the feed-forward block; of one expert in a mixture."""
-    vocab: Annotated[int, Range(1, 10**9)]
-    tied_embeddings: bool = False
-    experts: Annotated[int, Range(1, 10**5)] = 1
-    experts_active: Annotated[int, Range(1, 10**5)] = 1
-
-    def __post_init__(self) -> None:
-        check_ranges(self, "model")
-        if self.experts_active > self.experts:
-            raise UserError(f"model {self.name}: {self.experts_active} of {self.experts} experts cannot be active")
-
-    @property
-    def _attention_parameters(self) -> int:
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-
-    @property
-    def layer_parameters(self) -> int:
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        return (
-            self._attention_parameters
-            + 3 * self.hidden * self.intermediate * self.experts
-            + router
-            + 2 * self.hidden  # norms
-        )
-
-    @property
-    def linear_parameters(self) -> int:
-        """Parameters of the linear maps of a layer; experts and their router are none."""
-        return self._attention_parameters + (3 * self.hidden * self.intermediate if self.experts == 1 else 0)
-
-    def adapter_parameters(self, rank: int) -> int:
-        """Parameters of LoRA's adapters in a layer: of this rank, beside every linear map. Experts are none."""
-        attention = 4 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        feed_forward = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
-        return rank * (attention + feed_forward)
-
-    def bridge_parameters(self, rank: int, stages: int) -> int:
-        """Parameters of the bridges that begin at stage 0: one for each stage but the next, and one for the head."""
-        return (stages - 1) * self.hidden * (2 * rank + 1) if rank else 0
-
-    @property
-    def end_parameters(self) -> int:
-        """Embedding, final norm and head: what stage 0 holds beside its layers."""
-        matrices = 1 if self.tied_embeddings else 2
-        return matrices * self.vocab * self.hidden + self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.end_parameters
-
-    def layer_flops(self, tokens: int) -> int:
-        """Forward operations of one layer on one sequence: two a weight and token, and causal attention."""
-        active = self._attention_parameters + 3 * self.hidden * self.intermediate * self.experts_active
-        return 2 * tokens * active + 2 * tokens * tokens * self.heads * self.head_dim
-
-    def head_flops(self, tokens: int) -> int:
-        return 2 * tokens * self.hidden * self.vocab
-
-    def layer_values_per_token(self) -> int:
-        """Values a layer keeps per token for its backward pass (fused kernels recompute attention itself)."""
-        return (
-            4 * self.hidden  # inputs and outputs of both norms
-            + 2 * self.heads * self.head_dim  # queries, attention output
-            + 2 * self.kv_heads * self.head_dim
-            + 4 * self.intermediate * self.experts_active  # gate, up, activation, product
-        )
-
-    @classmethod
-    def from_json(cls, value: Any, place: str) -> ModelShape:
-        entry = Fields(value, place, of=cls)
-        sizes = {
-            field.name: entry.integer(field.name)
-            for field in fields(cls)
-            if field.name not in ("name", "tied_embeddings")
-        }
-        shape = cls(name=entry.text("name"), tied_embeddings=entry.flag("tied_embeddings"), **sizes)
-        entry.close()
-        return shape
-
-    @classmethod
-    def from_huggingface(cls, path: Path) -> ModelShape:
-        """Read `config.json`, or the folder that holds it; fields of no interest here are passed over."""
-        file = path / "config.json" if path.is_dir() else path
-        return cls.from_config(read_json(file), str(file))
-
-    @classmethod
-    def from_config(cls, config: Any, place: str) -> ModelShape:
-        """From the fields of a Hugging Face configuration."""
-        if not isinstance(config, dict):
-            raise UserError(f"{place}: expected a Hugging Face configuration object")
-
-        def size(ours: str, *names: str, default: int | None = None) -> int:
-            for name in names:
-                if config.get(name) is not None:
-                    return Fields(config, place).integer(name, range_of(cls, ours))
-            if default is None:
-                raise UserError(f"{place}: none of {', '.join(names)} is there; is this a decoder-only model's config?")
-            return default
-
-        heads = size("heads", "num_attention_heads")
-        hidden = size("hidden", "hidden_size")
-        experts = size("experts", "num_local_experts", "num_experts", "n_routed_experts", default=1)
-        tied = config.get("tie_word_embeddings") or False
-        if not isinstance(tied, bool):
-            raise UserError(f"{place}.tie_word_embeddings: expected true or false, found {tied!r}")
-        width = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size",)
-        return cls(
-            name=str(config.get("model_type") or "model"),
-            layers=size("layers", "num_hidden_layers"),
-            hidden=hidden,
-            heads=heads,
-            kv_heads=size("kv_heads", "num_key_value_heads", default=heads),
-            head_dim=size("head_dim", "head_dim", default=max(1, hidden // heads)),
-            intermediate=size("intermediate", *width),
-            vocab=size("vocab", "vocab_size"),
-            tied_embeddings=tied,
-            experts=experts,
-            experts_active=size("experts_active", "num_experts_per_tok", default=1) if experts > 1 else 1,
-        )
-
-
-MODELS = {
-    "llama-tiny": ModelShape("llama-tiny", 12, 64, 4, 4, 16, 192, 2048),
-    "llama-30m": ModelShape("llama-30m", 12, 288, 6, 6, 48, 768, 32000),
-    "llama-46m": ModelShape("llama-46m", 12, 512, 8, 8, 64, 1376, 8192),
-    "llama-300m": ModelShape("llama-300m", 24, 1024, 16, 16, 64, 2816, 8192),
-    "llama-500m": ModelShape("llama-500m", 24, 1024, 16, 16, 64, 2816, 50257),
-    "llama-1.5b": ModelShape("llama-1.5b", 24, 2048, 16, 16, 128, 5632, 50257),
-    "llama-8b": ModelShape("llama-8b", 32, 4096, 32, 8, 128, 14336, 128256),
-}
-
-
-def model_named(name: str) -> ModelShape:
-    """A preset by name, else a Hugging Face config.json or the folder around one."""
-    if name in MODELS:
-        return MODELS[name]
-    path = Path(name)
-    if not exists(path):
-        raise UserError(f"model '{name}': neither a preset ({', '.join(MODELS)}) nor a config.json or its folder")
-    return ModelShape.from_huggingface(path)
 
 
 class LinkDtypes(NamedTuple):

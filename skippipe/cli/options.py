@@ -340,9 +340,10 @@ def with_given(config: Config, /, **given: Any) -> Config:
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     """The problem: the example's own settings or the defaults, overridden by the command line."""
     from skippipe.dispatch import Dispatch
+    from skippipe.model_shape import MODELS, model_named
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, fastest_of, problem_of
     from skippipe.timeline import Timing
-    from skippipe.workload import MODELS, Workload, model_named
+    from skippipe.workload import Workload
 
     if options.optimizer:
         Choices(OPTIMIZERS).check(options.optimizer, "--optimizer")

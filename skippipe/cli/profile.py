@@ -189,9 +189,10 @@ def _node_config(
     job: JobConfig, names: tuple[str, ...], transfer_s: float, heartbeat_s: float | None
 ) -> ProfilingConfig:
     from skippipe.model.model_spec import ModelSpec, config_named
+    from skippipe.model_shape import model_named
     from skippipe.profiling.estimators import ProbeSettings
     from skippipe.profiling.node import ProfilingConfig
-    from skippipe.workload import Workload, model_named
+    from skippipe.workload import Workload
 
     shape = model_named(job.model.config)
     workload = Workload(

@@ -61,7 +61,7 @@ class LowRank:
 
 
 class DecoderShape(Protocol):
-    """Sizes of a transformer (see `workload.ModelShape`)."""
+    """Sizes of a transformer (see `model_shape.ModelShape`)."""
 
     @property
     def hidden(self) -> int: ...

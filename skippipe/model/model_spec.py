@@ -22,7 +22,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from skippipe.errors import UserError
 from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import CODE_FIELD, check_model_folder
-from skippipe.workload import MODELS, ModelShape, model_named
+from skippipe.model_shape import MODELS, ModelShape, model_named
 
 _Language: Any = AutoModelForCausalLM  # untyped
 ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config are kernels to be fetched

@@ -10,11 +10,12 @@ import numpy as np
 from skippipe.cluster import Cluster
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
+from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Placement
 from skippipe.presets import GIB, at_sites, data
 from skippipe.timeline import Timing
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 
 @dataclass(frozen=True)

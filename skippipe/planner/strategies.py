@@ -20,6 +20,7 @@ from skippipe.cost_model import cost_model_of, seconds
 from skippipe.errors import Infeasible, UserError
 from skippipe.jit import compile_beside
 from skippipe.jitter import Jitter
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.bounds.lower_bound import Bound, lower_bound
@@ -37,7 +38,7 @@ from skippipe.simulator import simulate
 from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 CBS_SHARE = 0.3  # of the seconds, for the study's method, with which `best` begins if there are many lanes
 CBS_FROM_SIZE = 500  # nodes times lanes: fewer are searched as well without it

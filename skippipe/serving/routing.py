@@ -11,7 +11,7 @@ from skippipe.cluster import Cluster
 from skippipe.codecs import CODECS
 from skippipe.constraints import circle
 from skippipe.errors import UserError
-from skippipe.workload import ModelShape
+from skippipe.model_shape import ModelShape
 
 MAX_REPLICATED_STAGES = 8  # a model of more stages gets one node for each unless --nodes says more
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as, write_text
+from skippipe.model_shape import MODELS, model_named
 from skippipe.planner.problem import Placement, Problem, lane_unit
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.published import Example, published_plan
@@ -35,7 +36,7 @@ from skippipe.study.config import PlanSettings, Study, Traffic, Variant
 from skippipe.timeline import Timing
 from skippipe.toml_config import from_table
 from skippipe.value_ranges import CENTURY_S, LAYERS, POSITIVE, Range
-from skippipe.workload import MODELS, Workload, model_named
+from skippipe.workload import Workload
 
 FORMAT, VERSION = "skippipe-study-times", 2
 SEED = 0  # of the planner

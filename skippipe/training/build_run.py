@@ -24,6 +24,7 @@ from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec, config_named, parse_devices
+from skippipe.model_shape import model_named
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_beside, with_all_codecs, with_smallest_elsewhere
@@ -53,7 +54,7 @@ from skippipe.training.run_folder import make_folder
 from skippipe.training.trackers import check_trackers
 from skippipe.transport.addresses import free_port
 from skippipe.validate import validate
-from skippipe.workload import Workload, model_named
+from skippipe.workload import Workload
 
 ITERATION_TIMEOUT_FACTOR = 5  # times the promised seconds
 CHECKPOINT_ADVICE = "set checkpoint.every"

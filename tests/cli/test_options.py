@@ -31,6 +31,7 @@ import typer
 from skippipe.cli.app import app
 from skippipe.data.prepare import prepare
 from skippipe.inference.engine import GenerationEngine
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import PlanSpec, problem_of
 from skippipe.planner.request import PlanRequest, Strategy
@@ -39,7 +40,7 @@ from skippipe.presets import preset
 from skippipe.profiling.results import ProfileResult, save_results
 from skippipe.report.summary import Table
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.chats import chat_tokenizer
 from tests.helpers.command_lines import ARGUMENTS, OLD_NAMES, OPTIONS, REFUSED, With
 from tests.helpers.model_folders import checkpoint_in, export_to

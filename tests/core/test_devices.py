@@ -8,10 +8,11 @@ import pytest
 
 from skippipe.cluster import DeviceMode, Node
 from skippipe.cost_model import Room, device_bytes, device_layers, device_mode, room_of
+from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.simulator import simulate
 from skippipe.timeline import Task
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
 LLAMA = Workload(MODELS["llama-8b"], sequence_tokens=2048, activation_checkpointing=True, max_slots=3)

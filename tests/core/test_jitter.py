@@ -12,6 +12,7 @@ import pytest
 
 from skippipe.errors import UserError
 from skippipe.jitter import Jitter, Spread, spread_of
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.published import published20, published_plan
@@ -21,7 +22,7 @@ from skippipe.presets import random_cluster
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.processes import Command
 
 

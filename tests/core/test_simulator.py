@@ -17,12 +17,13 @@ from skippipe.collectives.schedule import Averaging
 from skippipe.collectives.transfers import free_links, run_schedule
 from skippipe.cost_model import CostModel, cost_model_of
 from skippipe.event_loop import run_iteration
+from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.presets import regions
 from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers import oracle
 from tests.helpers.plans import TINY, clusters, plans, simulated, uniform_cluster, without_rates
 

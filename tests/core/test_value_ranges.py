@@ -20,6 +20,7 @@ from skippipe.cli.options import check_ranges_of
 from skippipe.cluster import Node
 from skippipe.errors import UserError
 from skippipe.json_fields import as_integer, as_number
+from skippipe.model_shape import ModelShape
 from skippipe.optim.config import OptimConfig
 from skippipe.presets import preset
 from skippipe.skip_schedule import SkipSchedule, parse_share
@@ -28,7 +29,7 @@ from skippipe.study.config import Study, load_study
 from skippipe.toml_config import example
 from skippipe.training.job_config import JobConfig, load_job
 from skippipe.value_ranges import ITERATIONS, Range, hints_of, number_text, range_of, split_hint
-from skippipe.workload import ModelShape, Workload
+from skippipe.workload import Workload
 from tests.helpers.processes import Command
 
 HUGE = 10**5000

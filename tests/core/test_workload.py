@@ -11,9 +11,10 @@ import pytest
 from skippipe.codecs import CODECS
 from skippipe.cost_model import cost_model_of, ns, seconds
 from skippipe.errors import UserError
+from skippipe.model_shape import MODELS, ModelShape, model_named
 from skippipe.plan import LONGEST_NS
 from skippipe.planner.published import published20
-from skippipe.workload import MODELS, ModelShape, Workload, model_named
+from skippipe.workload import Workload
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from skippipe.cluster import Cluster, DeviceMode, Node
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.dispatch import Dispatch
+from skippipe.model_shape import ModelShape
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, lane_unit
 from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timeline, Timing
-from skippipe.workload import LinkDtypes, ModelShape, Workload
+from skippipe.workload import LinkDtypes, Workload
 
 weight_shares = st.sampled_from([0.5, 0.2, 0.75])
 TINY = ModelShape("tiny", 8, 16, 2, 2, 8, 32, 64)

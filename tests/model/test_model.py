@@ -16,8 +16,8 @@ from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model_shape import MODELS
 from skippipe.optim.config import OptimConfig
-from skippipe.workload import MODELS
 from tests.helpers.models import FAMILIES, tiny, whole_model
 
 LAYERS = (2, 1, 2)

@@ -26,8 +26,8 @@ from skippipe.model import model_files
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec, config_from, config_named
 from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model_shape import model_named
 from skippipe.serving import async_engine
-from skippipe.workload import model_named
 from tests.helpers.models import tiny
 from tests.helpers.processes import Command
 

@@ -30,6 +30,7 @@ from skippipe.json_fields import read_json
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel
+from skippipe.model_shape import MODELS
 from skippipe.optim import OPTIMIZERS, host_state
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import Optimizer, ParamSlot, StateTensor
@@ -48,7 +49,7 @@ from skippipe.training.depth_growth import grow, young_of
 from skippipe.training.job_config import AveragingConfig, JobConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.executors import computer_of, noise, state_of, stepped
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster

@@ -20,6 +20,7 @@ from skippipe.constraints import cc2_broken_at
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
+from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.bounds.load_relaxation import averaging_by_size_ns, loaded_by_size_ns
 from skippipe.planner.bounds.lower_bound import lower_bound
@@ -32,7 +33,7 @@ from skippipe.presets import GIB, datacentre, random_cluster, regions
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 BUDGET_S = 0.15
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from skippipe.errors import UserError
+from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget, message_shares, plan_nats, prices_of
@@ -22,7 +23,7 @@ from skippipe.presets import five_sites
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
-from skippipe.workload import MODELS, LinkDtypes, Workload
+from skippipe.workload import LinkDtypes, Workload
 from tests.helpers.plans import TINY, uniform_cluster
 from tests.helpers.processes import Command
 

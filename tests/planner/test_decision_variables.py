@@ -11,6 +11,7 @@ import pytest
 from skippipe.cluster import Cluster
 from skippipe.cost_model import seconds
 from skippipe.errors import Infeasible
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, Problem
 from skippipe.planner.problem_spec import PlanSpec, problem_of
@@ -20,7 +21,7 @@ from skippipe.planner.whatif.advisor import choices
 from skippipe.presets import datacentre, regions
 from skippipe.simulator import simulate
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.processes import Command
 
 WORK = Workload(MODELS["llama-500m"], microbatches=12)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.request import PlanRequest, Strategy
@@ -14,7 +15,7 @@ from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.strategies import make_plan
 from skippipe.presets import preset
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from skippipe import constraints
 from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem, lane_unit
 from skippipe.planner.published import published20, published_plan
@@ -26,7 +27,7 @@ from skippipe.presets import five_sites
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.plans import may_skip, problems
 
 Members = list[set[int]]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from skippipe import constraints
 from skippipe.errors import Infeasible
+from skippipe.model_shape import MODELS
 from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.genetic_allocation import allocate, best_tour
@@ -23,7 +24,7 @@ from skippipe.planner.two_phase import round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.timeline import Timing
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.plans import TINY, may_skip, problems, uniform_cluster
 
 

@@ -9,6 +9,7 @@ from fractions import Fraction
 import pytest
 
 from skippipe.errors import UserError
+from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
 from skippipe.planner.problem_spec import PlanSpec, problem_of
@@ -17,7 +18,7 @@ from skippipe.planner.strategies import make_plan
 from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts, sweep
 from skippipe.presets import five_sites
 from skippipe.validate import validate
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 ROWS = [
     SweepPoint(6, 6, 60, 30),  # 2.0 s, 0%

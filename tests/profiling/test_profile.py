@@ -22,6 +22,7 @@ from skippipe.cli import main
 from skippipe.cli.profile import _print_result
 from skippipe.cluster import Cluster, Node
 from skippipe.launch.launcher import JoinLauncher
+from skippipe.model_shape import MODELS
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.profiling.compute_bench import free_bytes
 from skippipe.profiling.coordinator import ProfilingDeadlines, profile_nodes, round_robin_pairs
@@ -35,7 +36,7 @@ from skippipe.training.metrics import CallbackList, ClusterFile
 from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile
 from skippipe.transport.message import GradientPiece, Message, ProbePiece
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.doc_pages import documented
 from tests.helpers.profiling import (
     QUICK,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from skippipe.codecs import CODECS, EncodedTensor, decode, encode
+from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.records import recorded_of
 from skippipe.runtime.coordinator.interfaces import IterationReport
@@ -17,7 +18,7 @@ from skippipe.runtime.node.copies import TO_DEVICE, TO_HOST, Copy, MovingTensor,
 from skippipe.runtime.node.ops import StageTask
 from skippipe.training.metrics import TraceFiles, copy_wait_s
 from skippipe.transport.message import Hop, Message
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.executors import computer_of, gradient_of, noise
 from tests.helpers.plans import uniform_cluster
 

@@ -14,6 +14,7 @@ import pytest
 
 from skippipe.errors import UserError
 from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
+from skippipe.model_shape import MODELS
 from skippipe.serving.routing import (
     ClusterCost,
     ServingRoute,
@@ -31,7 +32,6 @@ from skippipe.serving.scheduler import (
     ServingSettings,
     ServingStep,
 )
-from skippipe.workload import MODELS
 from tests.helpers.echo_engine import PLACES, VOCABULARY, expected_tokens, next_token
 from tests.helpers.plans import uniform_cluster
 

@@ -19,6 +19,7 @@ from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, 
 from skippipe.model.lora import LoraConfig, initial, is_adapter
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage_step import StageStep
+from skippipe.model_shape import MODELS
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
@@ -28,7 +29,7 @@ from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import build_stage_executor
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.job_config import CheckpointConfig, JobConfig, ModelConfig, RecoveryConfig
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 from tests.helpers.exact_training import SKIPPED, assert_exact, plan_of
 from tests.helpers.pretrained_jobs import NEAR, folder_of, job_in, loss_of_transformers, trained
 

@@ -31,6 +31,7 @@ from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.jit import Flags, Ints
+from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS, NEVER_BUSY, best_path
 from skippipe.planner.averaging import averaging_fastest
@@ -42,7 +43,7 @@ from skippipe.presets import datacentre
 from skippipe.simulator import PlacementCosts, simulate
 from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
-from skippipe.workload import MODELS, Workload
+from skippipe.workload import Workload
 
 CHANGES = 65_536  # of the search, if the seconds last: then the same question has the same answer
 FIRST_ROUND = 2_048  # changes: a repair has little time, so its first round of annealing is short, …
