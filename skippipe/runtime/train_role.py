@@ -44,8 +44,8 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
         heartbeat_s=node_config.heartbeat_s,
         threads=node_config.threads,
         pace=(lambda work: planned_ns(plan, stage, number, work)) if node_config.emulated else None,
-        links={other: EmulatedLink(*plan.cluster.hop(name, other)) for other in others},
-        links_here={other: EmulatedLink(*plan.cluster.hop(other, name)) for other in others},
+        links={other: EmulatedLink(*there) for other in others if (there := plan.cluster.hop(name, other))[1]},
+        links_here={other: EmulatedLink(*here) for other in others if (here := plan.cluster.hop(other, name))[1]},
         upload_bytes_per_s=plan.cluster.nodes[number].upload_bytes_per_s,
         download_bytes_per_s=plan.cluster.nodes[number].download_bytes_per_s,
     )

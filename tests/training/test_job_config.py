@@ -22,7 +22,9 @@ from skippipe.planner.request import PlanRequest
 from skippipe.planner.strategies import has_lengths
 from skippipe.presets import preset
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
+from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.train_role import train_role
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import example, field_texts, from_table
 from skippipe.training import train_job
@@ -33,6 +35,7 @@ from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
+from tests.helpers.single_node import Bench
 
 QUICK = PlanRequest(seed=0, budget_s=0.2)
 WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
@@ -325,6 +328,17 @@ def test_a_plan_promises_only_to_the_machines_that_it_is_for(folder: Path) -> No
     assert not promises(made, "processes", nodes_here=False), "a preset, on others"
     named = replace(made, job=replace(made.job, cluster=str(saved_cluster(folder, made.plan))))
     assert promises(named, "processes", nodes_here=False)
+
+
+def test_links_that_are_not_there_are_not_emulated(folder: Path) -> None:
+    made = assembled(folder, "[emulation]\nenabled = true")
+    here, there, *_ = (node.name for node in made.plan.cluster.nodes)
+    bandwidth = made.plan.cluster.bandwidth_bytes_per_s.copy()
+    bandwidth[0, 1] = 0
+    plan = replace(made.plan, cluster=replace(made.plan.cluster, bandwidth_bytes_per_s=bandwidth), expected=None)
+    role = train_role(replace(made.node_config, plan=plan).to_json(), JoinConfig(here, ""), Bench(0, plan))
+    assert there not in role.links
+    assert role.links.keys() | {there} == role.links_here.keys()
 
 
 # Paths that change their length
