@@ -116,7 +116,8 @@ class HadamardCodec(Codec):
         import torch
 
         codes, shift = None, 0
-        for width, together in zip(self.widths, columns.split([self.tile * w // 8 for w in self.widths]), strict=True):
+        parts = torch.split(columns, [self.tile * width // 8 for width in self.widths])  # type: ignore[no-untyped-call]
+        for width, together in zip(self.widths, parts, strict=True):
             part = torch.cat([(together >> place) & (2**width - 1) for place in range(0, 8, width)])
             codes = part if codes is None else codes + (part << shift)
             shift += width

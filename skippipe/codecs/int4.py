@@ -43,7 +43,7 @@ class Int4(HadamardCodec):
     @property
     def highest(self) -> int:
         """Level."""
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
     def quantized(self, rotated: Tensor, first: int) -> tuple[Tensor, Tensor]:
         import torch

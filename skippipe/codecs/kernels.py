@@ -107,7 +107,7 @@ def _hadamard(builder: Any, vector: Any, add: Callable[..., Any], sub: Callable[
 
 
 def _reader(rotated: bool) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def read(typing: Any, values: Any, start: Any, block: Any) -> Any:  # noqa: ARG001
         """BLOCK values from `start` on as fp32; returns the bits of the largest magnitude, NaN above all."""
 
@@ -145,7 +145,7 @@ def _widths(bits: int) -> tuple[int, ...]:
 
 
 def _quantizer(bits: int, stochastic: bool = False) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def quantize(typing: Any, tile: Any, factor: Any, key: Any, packed: Any, start: Any) -> Any:  # noqa: ARG001
         """The codes of a rotated tile: whole parts of its values times a factor, plus half of all codes, and with
         noise if asked for; packed, to the bytes from `start` on."""
@@ -189,7 +189,7 @@ _quantize4_by_chance, _quantize6_by_chance = _quantizer(4, stochastic=True), _qu
 
 
 def _leveller(bits: int) -> Any:
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def rotate_levels(typing: Any, packed: Any, start: Any, rotated: Any) -> Any:  # noqa: ARG001
         """H of the levels of a tile, whose codes are in the bytes from `start` on, as int16."""
 
@@ -225,7 +225,7 @@ def _leveller(bits: int) -> Any:
 _rotate_levels2, _rotate_levels4, _rotate_levels6 = _leveller(2), _leveller(4), _leveller(6)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _sum_of_squares(typing: Any, tile: Any, factor: Any) -> Any:  # noqa: ARG001
     """Of a tile times a factor: the second half is added to the first until one number is left."""
 
@@ -244,7 +244,7 @@ def _sum_of_squares(typing: Any, tile: Any, factor: Any) -> Any:  # noqa: ARG001
     return types.float32(tile, types.float32), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _nearest(typing: Any, block: Any, factor: Any, codes: Any, start: Any) -> Any:  # noqa: ARG001
     """The nearest whole numbers to fp32 values times a factor, ties to even, as bytes."""
 
@@ -266,7 +266,7 @@ def _to_fp8(mantissa: int) -> Any:
         (1 << (shift - 1)) - 1 - ((127 - bias) << 23)
     )  # added before the last bits are cut, with one more for odd ones
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @intrinsic
     def to_fp8(typing: Any, block: Any, factor: Any, codes: Any, start: Any) -> Any:  # noqa: ARG001
         """The nearest 8-bit floats to fp32 values times a factor, ties to even; none is beyond the largest."""
 
@@ -350,7 +350,7 @@ def encode_int2(values: Array, unit: float, border: float, packed: Array, scales
     for tile in range(len(scales)):
         largest = np.uint32(_rotate(values, tile * BLOCK, rotated)).view(np.float32)
         inverse = np.float32(1) / largest if largest >= SMALLEST_SCALE else np.float32(0)
-        squares = np.sqrt(_sum_of_squares(rotated, inverse))
+        squares = np.sqrt(_sum_of_squares(rotated, inverse))  # type: ignore[call-arg]
         scales[tile] = _bf16_scale(largest * squares * np.float32(unit))
         scale = _fp32(scales[tile])
         factor = np.float32(1) / (scale * np.float32(border)) if scale > 0 else np.float32(0)
@@ -391,7 +391,7 @@ def encode_int8(values: Array, codes: Array, scales: Array) -> None:
         else:
             inverse = np.float32(1) / scale
         scales[number] = scale
-        _nearest(block, inverse, codes, start)
+        _nearest(block, inverse, codes, start)  # type: ignore[call-arg]
 
 
 @kernel
@@ -414,7 +414,7 @@ def encode_fp8(values: Array, mantissa: int, largest_exponent: int, codes: Array
             scales[number] = 255
             codes[start : start + BLOCK] = np.uint8(0x7F)
             continue
-        scale = max(((largest + 0x1FFFFF) >> 23) - largest_exponent, 1)
+        scale: Any = max(((largest + 0x1FFFFF) >> 23) - largest_exponent, 1)
         scales[number] = scale
         factor = np.uint32((254 - scale) << 23).view(np.float32)
         if mantissa == 3:
