@@ -121,8 +121,8 @@ def _reader(rotated: bool) -> Any:
                 tile = _hadamard(builder, builder.bitcast(bits, _vector(FLOAT)), builder.fadd, builder.fsub)
                 bits = builder.bitcast(tile, _vector(WORD))
             _store(builder, bits, _memory(context, builder, signature.args[2], args[2], _vector(WORD)))
-            largest = ir.FunctionType(WORD, [_vector(WORD)])
-            reduce = cgutils.get_or_insert_function(builder.module, largest, f"llvm.vector.reduce.umax.v{BLOCK}i32")
+            name, largest = f"llvm.vector.reduce.umax.v{BLOCK}i32", ir.FunctionType(WORD, [_vector(WORD)])
+            reduce = cgutils.get_or_insert_function(builder.module, largest, name)  # type: ignore[no-untyped-call]
             return builder.call(reduce, [builder.and_(bits, _vector(WORD, SIGN - 1))])
 
         return types.uint32(values, start, block), code
