@@ -116,8 +116,8 @@ class HadamardCodec(Codec):
         import torch
 
         codes, shift = None, 0
-        rows = torch.split(columns, [self.tile * width // 8 for width in self.widths])
-        for width, together in zip(self.widths, rows, strict=True):
+        parts = torch.split(columns, [self.tile * width // 8 for width in self.widths])
+        for width, together in zip(self.widths, parts, strict=True):
             part = torch.cat([(together >> place) & (2**width - 1) for place in range(0, 8, width)])
             codes = part if codes is None else codes + (part << shift)
             shift += width

@@ -33,7 +33,9 @@ FLOAT, BYTE, SHORT, WORD = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.Int
 SIGN = 0x80000000
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 NAN_BITS = np.uint32(0x7FC00000)
-ROUNDING = np.float32(1.5 * 2**23)  # added to a float: its lowest bits are the nearest whole number, ties to even
+ROUNDING = np.float32(
+    1.5 * 2**23
+)  # added to a float, it leaves the nearest whole number in the lowest bits, ties to even
 
 _SIGNS = np.array([1 - 2 * ((i & i >> 1).bit_count() & 1) for i in range(BLOCK)], np.float32)
 
@@ -119,10 +121,8 @@ def _reader(rotated: bool) -> Any:
                 tile = _hadamard(builder, builder.bitcast(bits, _vector(FLOAT)), builder.fadd, builder.fsub)
                 bits = builder.bitcast(tile, _vector(WORD))
             _store(builder, bits, _memory(context, builder, signature.args[2], args[2], _vector(WORD)))
-            largest = ir.FunctionType(WORD, [_vector(WORD)])
-            reduce = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-                builder.module, largest, f"llvm.vector.reduce.umax.v{BLOCK}i32"
-            )
+            name, largest = f"llvm.vector.reduce.umax.v{BLOCK}i32", ir.FunctionType(WORD, [_vector(WORD)])
+            reduce = cgutils.get_or_insert_function(builder.module, largest, name)  # type: ignore[no-untyped-call]
             return builder.call(reduce, [builder.and_(bits, _vector(WORD, SIGN - 1))])
 
         return types.uint32(values, start, block), code
@@ -414,7 +414,7 @@ def encode_fp8(values: Array, mantissa: int, largest_exponent: int, codes: Array
             scales[number] = 255
             codes[start : start + BLOCK] = np.uint8(0x7F)
             continue
-        scale = max(int((largest + 0x1FFFFF) >> 23) - largest_exponent, 1)
+        scale: Any = max(((largest + 0x1FFFFF) >> 23) - largest_exponent, 1)
         scales[number] = scale
         factor = np.uint32((254 - scale) << 23).view(np.float32)
         if mantissa == 3:
