@@ -110,9 +110,9 @@ def smallest(ids: Iterable[str]) -> str:
     return min(ids, key=_size)
 
 
-def smaller_than(codec: str) -> str | None:
+def smaller_than(codec: str, among: Iterable[str] = CODECS) -> str | None:
     """Of the codecs for hops, the largest that makes clearly fewer bytes than this one: three quarters at most."""
-    fewer = [other for other, each in CODECS.items() if each.for_hops and 4 * _size(other) <= 3 * _size(codec)]
+    fewer = [each for each in among if CODECS[each].for_hops and 4 * _size(each) <= 3 * _size(codec)]
     return max(fewer, key=_size, default=None)
 
 

@@ -19,6 +19,7 @@ from skippipe.collectives.schedule import Averaging
 from skippipe.critical_path import CauseKind, Link, critical_path
 from skippipe.dispatch import Dispatch
 from skippipe.plan import Plan
+from skippipe.planner.codec_prices import DEFAULT_PRICES
 from skippipe.planner.whatif import edits
 from skippipe.timeline import Timeline
 from skippipe.value_ranges import DEVICES
@@ -196,7 +197,8 @@ class CandidateEdits:
             yield self._candidate(EditKind.SPLIT_BACKWARD, what, because, partial(edits.other_backward, plan))
         hops = (CauseKind.BANDWIDTH, CauseKind.QUEUE, CauseKind.UPLOAD, CauseKind.DOWNLOAD)
         sending = sum(bottleneck.of(*hops) for bottleneck in self.bottlenecks)
-        smaller = smaller_than(plan.workload.wire_dtype)
+        measured = [codec for codec, price in DEFAULT_PRICES.items() if price.activations is not None]
+        smaller = smaller_than(plan.workload.wire_dtype, measured)
         if sending and smaller is not None:
             what = f"{smaller} instead of {plan.workload.wire_dtype} on the wire"
             what += ", on links that have that" if plan.workload.wire_dtypes else ""
