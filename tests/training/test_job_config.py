@@ -219,7 +219,7 @@ def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
         ("[data]\ntexts = []", "no text to prepare"),
         ("[data]\nvocabulary = 2048\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
         ("[model]\nconfig = 'gpt-9'", "model 'gpt-9': neither a preset (llama-tiny, "),
-        ("[compute]\ndevice = 'tpu'", "device 'tpu': expected cpu, cuda or cuda:N"),
+        ("[compute]\ndevice = 'tpu'", "device 'tpu': expected cpu, cpu:K (K workers), cuda, cuda:N or cuda:N-M"),
         ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': this machine has "),
         ("[batch]\nsequence = 100000", "tokens is too short for a sequence of 100,000"),
         ("[pipeline]\nstages = 9", "9 stages need at least 9 nodes"),
