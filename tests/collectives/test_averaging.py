@@ -120,8 +120,13 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "codec"), [(4, "fp32"), (3, "bf16"), (3, "int8"), (3, "rank-4")])
+@pytest.mark.parametrize(
+    ("size", "codec", "kind"),
+    [
+        *((size, codec, kind) for size, codec in [(4, "fp32"), (3, "bf16"), (3, "int8")] for kind in KINDS),
+        *(pytest.param(3, "rank-4", kind, marks=[] if kind == "ring" else pytest.mark.slow) for kind in KINDS),
+    ],
+)
 def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, size: int, codec: str) -> None:
     """At every moment at which a node may be lost, with any of the others left."""
     averaging = in_rounds(averaging_of(3, kind, size), codec)

@@ -159,7 +159,7 @@ def test_missing_links_are_avoided() -> None:
     assert validate(make_plan(problem, Strategy.SKIPPIPE, quick(looks=400))) == []
 
 
-@pytest.mark.parametrize("strategy", [Strategy.DTFM_SKIP, Strategy.BEST])
+@pytest.mark.parametrize("strategy", [pytest.param(Strategy.DTFM_SKIP, marks=pytest.mark.slow), Strategy.BEST])
 @pytest.mark.parametrize(("stages", "visited"), [(4, 3), (6, 4)])
 def test_no_two_nodes_that_only_call_out_meet(strategy: Strategy, stages: int, visited: int) -> None:
     """Half of all nodes are such, and all slots would be taken if every lane were used."""
