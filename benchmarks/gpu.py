@@ -19,6 +19,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,6 +69,22 @@ def device_name(device: str) -> str:
 
 def peak_bytes() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+
+def stage_executor(
+    plan: Plan, stage: int, spec: ModelSpec, learning: OptimConfig, sampler: BatchSampler, device: str, **options: Any
+) -> StageExecutor:
+    """What computes a stage in this process; `options` are those of `StageStep`."""
+    tasks = StageStep(
+        spec,
+        layer_ranges(plan.layers)[stage],
+        learning,
+        ends=stage == 0,
+        device=device,
+        compute_dtype=plan.workload.compute_dtype,
+        **options,
+    )
+    return StageExecutor(stage, plan.layers, plan.workload, spec, tasks, sampler, packing=False)
 
 
 def full_pipeline(workload: Workload, stages: int, device: str = "cuda") -> Plan:
@@ -145,25 +162,8 @@ def main() -> None:
     del oracle
     torch.cuda.empty_cache()
 
-    ranges = layer_ranges(tuple(stage.layers for stage in plan.stages))
     computers = {
-        node: StageExecutor(
-            stage,
-            plan.layers,
-            plan.workload,
-            spec,
-            StageStep(
-                spec,
-                ranges[stage],
-                learning,
-                ends=stage == 0,
-                device=asked.device,
-                compute_dtype=work.compute_dtype,
-                compiled=compiled,
-            ),
-            sampler,
-            packing=False,
-        )
+        node: stage_executor(plan, stage, spec, learning, sampler, asked.device, compiled=compiled)
         for node, stage in plan.stage_of.items()
     }
     done: list[float] = []

@@ -15,18 +15,15 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.gpu import device_name, full_pipeline, peak_bytes
+from benchmarks.gpu import device_name, full_pipeline, peak_bytes, stage_executor
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec, llama_config
-from skippipe.model.stage import layer_ranges
-from skippipe.model.stage_step import StageStep
 from skippipe.model_shape import MODELS
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
-from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.workload import Workload
 
 TEXT_TOKENS = 2**16  # of the text, which is random and seen again and again: the loss must fall
@@ -66,20 +63,10 @@ def main() -> None:
     learning = OptimConfig(asked.optimizer, rate=1e-4, warmup=5, iterations=1000)
     text = np.random.default_rng(0).integers(0, min(256, work.model.vocab), TEXT_TOKENS)
     sampler = BatchSampler(text, work.sequence_tokens, 0, plan.microbatches, work.samples_per_microbatch)
-    ranges = layer_ranges(plan.layers)
     began = time.perf_counter()
     executors = {}
     for node, stage in plan.stage_of.items():
-        tasks = StageStep(
-            spec,
-            ranges[stage],
-            learning,
-            ends=stage == 0,
-            device=asked.device,
-            compute_dtype=work.compute_dtype,
-            recompute=True,
-        )
-        executors[node] = StageExecutor(stage, plan.layers, plan.workload, spec, tasks, sampler, packing=False)
+        executors[node] = stage_executor(plan, stage, spec, learning, sampler, asked.device, recompute=True)
         print(f"stage {stage} built after {time.perf_counter() - began:.0f} s", flush=True)
     if asked.device == "cuda":
         torch.cuda.reset_peak_memory_stats()

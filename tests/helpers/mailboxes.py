@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from skippipe.codecs import EncodedTensor
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.mailbox import Lost, Mailbox, Security
+from skippipe.transport.mailbox import Lost, Mailbox, QueueFull, Security
 from skippipe.transport.message import Hop, Message, Received, Stamp
 
 PATIENCE_S = 10.0  # the deadline of every wait here
@@ -47,6 +47,31 @@ class Net:
             for box in self._boxes:
                 found[box.name] += box.receive(0.002)
         return found
+
+    def exchange(
+        self, a: Mailbox, b: Mailbox, sizes: Sequence[int], meanwhile: Callable[[], object] = lambda: None
+    ) -> dict[str, list[int]]:
+        """Send messages of these sizes both ways; the numbers of those that each has received."""
+        unsent = {box.name: [numbered(n, size) for n, size in enumerate(sizes)] for box in (a, b)}
+        before = {box.name: (box.sent_bytes.total(), box.received_bytes.total()) for box in (a, b)}
+
+        def sent_all() -> bool:
+            meanwhile()
+            for box, peer in ((a, b), (b, a)):
+                while unsent[box.name]:
+                    try:
+                        box.send(peer.name, unsent[box.name][0])
+                    except QueueFull:
+                        break
+                    del unsent[box.name][0]
+            moved = {box.name: (box.sent_bytes.total(), box.received_bytes.total()) for box in (a, b)}
+            return not any(unsent.values()) and all(
+                moved[box.name][0] - before[box.name][0] == moved[peer.name][1] - before[peer.name][1]
+                for box, peer in ((a, b), (b, a))
+            )
+
+        found = self.until(sent_all)
+        return {name: [number_of(each) for each in received] for name, received in found.items()}
 
     def loss(self, box: Mailbox) -> Lost:
         """The one connection that this mailbox loses."""

@@ -75,25 +75,27 @@ def test_no_node_is_declared_dead_when_the_coordinator_itself_was_held_up() -> N
     assert harness.coordinator.nodes == [0, 1, 2, 4, 5], "but from then on they have to speak"
 
 
-def test_a_silent_node_that_builds_its_stage_is_declared_dead_later() -> None:
-    """What it imports may hold it up."""
+def building() -> CoordinatorHarness:
+    """All nodes are there, and build their stages."""
     env = RecordingEnv()
-    coordinator = new_coordinator(env, 1, recovery=AT_ONCE)
-    harness = CoordinatorHarness(coordinator, env)
+    harness = CoordinatorHarness(new_coordinator(env, 1, recovery=AT_ONCE), env)
     for node in range(6):
         harness.send(node, HELLO)
+    return harness
+
+
+def test_a_silent_node_that_builds_its_stage_is_declared_dead_later() -> None:
+    """What it imports may hold it up."""
+    harness = building()
     harness.wait(20, 2)
-    assert not env.events
+    assert not harness.env.events
     harness.wait(1, 2)
-    assert env.events == [Event("gone", 0, "no heartbeat for 20 s", "n2")]
+    assert harness.env.events == [Event("gone", 0, "no heartbeat for 20 s", "n2")]
 
 
 def test_a_node_that_is_back_while_others_build_builds_its_stage_again() -> None:
-    env = RecordingEnv()
-    coordinator = new_coordinator(env, 1, recovery=AT_ONCE)
-    harness = CoordinatorHarness(coordinator, env)
-    for node in range(6):
-        harness.send(node, HELLO)
+    harness = building()
+    coordinator, env = harness.coordinator, harness.env
     for node in range(5):
         harness.send(node, Ready())
     coordinator.node_lost(2, "no heartbeat for 20 s")
@@ -269,11 +271,8 @@ def test_the_next_iteration_may_start_over_again() -> None:
 
 
 def test_training_begins_without_a_node_that_does_not_get_ready() -> None:
-    env = RecordingEnv()
-    coordinator = new_coordinator(env, 1, recovery=AT_ONCE)
-    harness = CoordinatorHarness(coordinator, env)
-    for node in range(6):
-        harness.send(node, HELLO)
+    harness = building()
+    coordinator = harness.coordinator
     for node in (0, 1, 2, 4, 5):
         harness.send(node, Ready())
     harness.wait(300)

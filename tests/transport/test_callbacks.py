@@ -13,7 +13,7 @@ import pytest
 from skippipe.transport import callbacks, token_gate
 from skippipe.transport.addresses import callback_ports, split_address
 from skippipe.transport.fast_path import LARGE_BYTES
-from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox, QueueFull
+from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox
 from skippipe.transport.token_gate import MAGIC, PREFACE, token_of
 from tests.helpers.mailboxes import HELLO, PATIENCE_S, Net, link, network, number_of, numbered
 from tests.helpers.relay import Wire
@@ -59,26 +59,10 @@ def test_fast_path_and_order(net: Net) -> None:
     """Small and large messages both ways arrive in order, and both directions get a fast path."""
     rng = random.Random(1)
     a, b = parked(net)
-    unsent = {
-        box.name: [numbered(n, rng.choice([0, 1000, LARGE_BYTES, 2_000_001])) for n in range(60)] for box in (a, b)
-    }
-
-    def send_some() -> bool:
-        for box, peer in ((a, b), (b, a)):
-            while unsent[box.name]:
-                try:
-                    box.send(peer.name, unsent[box.name][0])
-                except QueueFull:
-                    break
-                del unsent[box.name][0]
-        return not any(unsent.values()) and all(
-            peer.received_bytes[box.name] == box.sent_bytes[peer.name] for box, peer in ((a, b), (b, a))
-        )
-
-    found = net.until(send_some)
+    found = net.exchange(a, b, [rng.choice([0, 1000, LARGE_BYTES, 2_000_001]) for _ in range(60)])
     assert a.on_fast_path == {"b"} and b.on_fast_path == {"a"}
     for box in (a, b):
-        assert [number_of(each) for each in found[box.name]] == list(range(60)) and not box.lost()
+        assert found[box.name] == list(range(60)) and not box.lost()
 
 
 def test_callback_on_request(net: Net) -> None:

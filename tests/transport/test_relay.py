@@ -13,10 +13,10 @@ from skippipe.transport import relay as relay_module
 from skippipe.transport import token_gate
 from skippipe.transport.addresses import split_address
 from skippipe.transport.fast_path import LARGE_BYTES
-from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox, QueueFull
+from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox
 from skippipe.transport.relay import CALLEE, CALLER, Bucket, Relay, RelayLimits
 from skippipe.transport.token_gate import MAGIC, PREFACE, token_of
-from tests.helpers.mailboxes import PATIENCE_S, Net, link, network, number_of, numbered
+from tests.helpers.mailboxes import PATIENCE_S, Net, link, network
 
 
 @pytest.fixture
@@ -54,26 +54,7 @@ def pair(net: Net) -> tuple[Mailbox, Mailbox]:
 
 def exchange(net: Net, relay: Relay, a: Mailbox, b: Mailbox, sizes: list[int]) -> dict[str, list[int]]:
     """Send messages of these sizes both ways; the numbers of those that each has received."""
-    unsent = {box.name: [numbered(n, size) for n, size in enumerate(sizes)] for box in (a, b)}
-    before = {box.name: (box.sent_bytes.total(), box.received_bytes.total()) for box in (a, b)}
-
-    def sent_all() -> bool:
-        granted(relay, a, b)
-        for box, peer in ((a, b), (b, a)):
-            while unsent[box.name]:
-                try:
-                    box.send(peer.name, unsent[box.name][0])
-                except QueueFull:
-                    break
-                del unsent[box.name][0]
-        moved = {box.name: (box.sent_bytes.total(), box.received_bytes.total()) for box in (a, b)}
-        return not any(unsent.values()) and all(
-            moved[box.name][0] - before[box.name][0] == moved[peer.name][1] - before[peer.name][1]
-            for box, peer in ((a, b), (b, a))
-        )
-
-    found = net.until(sent_all)
-    return {name: [number_of(each) for each in received] for name, received in found.items()}
+    return net.exchange(a, b, sizes, lambda: granted(relay, a, b))
 
 
 def test_both_ways_in_order_and_with_fast_paths(net: Net, relays: list[Relay]) -> None:
