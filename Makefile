@@ -2,12 +2,13 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+CORE := .venv/.core
 # One more than the two cores of CI: tests wait for processes much of the time, and meanwhile another worker computes.
 WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels search-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
+.PHONY: demo test lint types docs kernels codec-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
 	bench-train bench-serve gpu-bundle clean
 
 demo: $(READY)
@@ -22,10 +23,10 @@ demo: $(READY)
 	@echo "Open demo/best.html (interactive) or demo/best.png; demo/run/traces in ui.perfetto.dev."
 	@echo "Let the built-in model write: .venv/bin/skippipe generate austen \"It is a truth\" --keep 1/2"
 
-test: lint  # the type checker has the core that tests leave idle while they wait for processes
-	$(MAKE) --no-print-directory -j 3 unit types docs
+test:  # all at once: compiling kernels and the type checker have the core that pip or waiting tests leave idle
+	$(MAKE) --no-print-directory -j 3 lint unit types docs
 
-lint: $(READY)
+lint: $(CORE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo  # layers, and no circles: tool.importlinter in pyproject.toml
@@ -36,19 +37,21 @@ types: $(READY)
 docs: $(READY)  # a link that leads nowhere, or a page that is not in the navigation, is an error; --quiet would hide them
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-kernels: $(READY)  # compiled once and kept: or timed tests would wait, and several processes compile the same
-	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; compile_repair()'
+kernels: $(CORE)  # compiled once and kept: or timed tests would wait, and several processes compile the same
+	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; from skippipe.planner.strategies import compile_search; \
+		compile_repair(); compile_search()'
 
-search-kernels: $(READY)  # the first plan by itself first, or a third process would compile it, too
-	$(BIN)/python -c 'from skippipe.planner import strategies as s; s.compile_first_plan(); s.compile_search()'
+codec-kernels: $(READY)
+	$(BIN)/python -c 'import torch; from skippipe.codecs import CODECS, decode, encode; \
+		[decode(encode(torch.ones(2**12, dtype=each), codec)) for codec in CODECS for each in (torch.float32, torch.bfloat16)]'
 
-bytecode: $(READY)  # of what most tests import: or every worker would compile it for itself at the same time
-	$(BIN)/python -c 'import torch, transformers.models.llama.modeling_llama, openai, matplotlib.pyplot, skippipe.serving.launcher'
+bytecode: $(READY)  # of tests and all they import: or every worker would compile it for itself at the same time
+	$(BIN)/pytest --collect-only -qq > /dev/null
 
-unit: kernels search-kernels bytecode
+unit: kernels codec-kernels bytecode
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
-test-slow: kernels search-kernels  # what takes many seconds each: long random searches, more fault plans
+test-slow: $(READY) kernels  # what takes many seconds each: long random searches, more fault plans
 	$(BIN)/pytest -n 2 --dist load -m slow
 
 test-package: $(READY)
@@ -63,7 +66,7 @@ test-reach: $(READY)  # Linux, with iproute2: networks of its own, with a home r
 test-all:  # all of them; says what it could not run, and why
 	$(PYTHON) -m tests.run_all
 
-test-ray: kernels search-kernels  # Linux, with iproute2: in a network that has the loopback only, or Ray looks for an address outside
+test-ray: $(READY) kernels  # Linux, with iproute2: in a network that has the loopback only, or Ray looks for an address outside
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	unshare --map-root-user --net sh -c 'ip link set lo up && exec $(BIN)/pytest tests/long/ray_launch.py'
 
@@ -75,7 +78,7 @@ test-peft: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]' peft
 	$(BIN)/pytest tests/long/peft_training.py
 
-test-browser: kernels search-kernels  # with Debian's chromium: apt-get install chromium
+test-browser: $(READY) kernels  # with Debian's chromium: apt-get install chromium
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,browser]'
 	$(BIN)/pytest tests/long/browser.py
 
@@ -115,9 +118,13 @@ bench-serve: $(READY)
 gpu-bundle: $(READY)  # for a GPU machine without a package index: what it lacks, in a folder to carry along
 	$(BIN)/python -m benchmarks.gpu_bundle
 
-$(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+$(READY): $(CORE) pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(CORE): constraints.txt  # what the linters and the kernels need: these run while all the rest is installed
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt import-linter numba ruff scipy
 	@touch $@
 
 clean:

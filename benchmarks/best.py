@@ -1,11 +1,12 @@
 """What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
     python -m benchmarks.best [published20] [full-timing] [codecs] [settings] [first] [sizes] [random] [--seeds N]
-                              [--budget S] [--keep FILE]
+                              [--budget S] [--keep FILE] [--codecs HOPS,BACK,GRADIENTS …]
 
-Without names, all seven. `codecs` has bytes, seconds and samples a second of smaller codecs in full timing, `first` the
-time until there is a valid plan; the others compare seconds of an iteration. `full-timing` counts averaging and queues
-on links, and holds the search against sizes that are given by hand.
+Without names, all seven. `codecs` has bytes, seconds and samples a second of smaller codecs in full timing, with sizes
+open and given by hand; `--codecs` chooses which, as int8,int4-stochastic,int4: of activations, of their gradients, of
+weight gradients. `first` has the time until there is a valid plan; the others compare seconds of an iteration.
+`full-timing` counts averaging and queues on links, and holds the search against sizes that are given by hand.
 With `--keep` a run over random clusters that was cut short goes on where it was.
 """
 
@@ -15,12 +16,15 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from skippipe.cluster import Cluster
+from skippipe.codecs import gradient_codec
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
@@ -31,13 +35,22 @@ from skippipe.planner.strategies import compile_kernels, compile_search, make_pl
 from skippipe.presets import preset, random_cluster
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.workload import Workload
+from skippipe.workload import LinkDtypes, Workload
 
 RIVALS = (Strategy.SKIPPIPE, Strategy.NO_TC2, Strategy.DTFM_SKIP, Strategy.DTFM)
 ALL = DecisionVariables()
 SIZES_BY_HAND = ((5, 3, 3, 3, 3, 3), (4, 2, 2, 2, 2, 2), (3, 2, 2, 2, 2, 2), (2, 2, 2, 2, 2, 2), (2, 1, 1, 1, 1, 1))
 HANDS = 30  # sizes that are drawn for a random cluster
-CODEC_PAIRS = (("bf16", "fp32"), ("int8", "int8"), ("int4", "int4"), ("int4", "int2"))
+CODECS_USED = (
+    "bf16,bf16,fp32",
+    "int8,int8,int8",
+    "int8,int4-stochastic,int4",
+    "int8,int4-stochastic,rank-16",
+    "int6,int4-stochastic,int4",
+    "int4,int4-stochastic,int4",
+    "int4,int4-stochastic,int2",
+)
+"""Of activations, their gradients and weight gradients."""
 FEWER_SEEDS = 3  # where bytes are fewer, and the search easier
 WHOLE_BACKWARD = DecisionVariables(split_backward=False)
 
@@ -122,28 +135,37 @@ def full_timing(seeds: int, budget_s: float) -> None:
         )
 
 
-def codecs(seeds: int, budget_s: float) -> None:
+def codecs(seeds: int, budget_s: float, used: Sequence[str] = CODECS_USED) -> None:
     """published20 in full timing with smaller codecs on all hops and in all averaging; bytes are of the same plan."""
     problem = replace(problem_of(EXAMPLES["published20"]()), timing=Timing.FULL)
-    print(
-        "| hops | gradients | microbatches | slots | seed | iteration | samples/s | GB | of bf16 and fp32 | at work |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("| there, back, gradients | microbatches | slots | sizes | seed | iteration | samples/s | GB ", end="")
+    print("| of bf16 and fp32 | at work |\n|---|---|---|---|---|---|---|---|---|---|")
+    by_hand = SIZES_BY_HAND[0]
     for microbatches, slots in ((30, 3), (120, 8)):
         work = replace(problem.workload, microbatches=microbatches, max_slots=slots)
-        for hop, gradient in CODEC_PAIRS:
-            for seed in range(seeds):
-                small = replace(problem, workload=replace(work, wire_dtype=hop, gradient_dtype=gradient))
-                plan = planned(small, Strategy.BEST, budget_s, seed)
-                assert plan.expected is not None
-                usual = simulate(replace(plan, workload=work), Timing.FULL)
-                moved = plan.expected.bytes_moved
-                print(
-                    f"| {hop} | {gradient} | {microbatches} | {slots} | {seed} | {iteration_s(plan):.2f} s "
-                    f"| {plan.samples_per_s:.2f} | {moved / 1e9:.2f} | {moved / usual.bytes_moved:.3f} "
-                    f"| {at_work(plan):.0%} |",
-                    flush=True,
-                )
+        for each in used:
+            small = replace(problem, workload=with_codecs(work, problem.cluster, *each.split(",")))
+            fixed = replace(small, sizes=by_hand, decision_variables=replace(ALL, sizes=False))
+            for name, chosen in (("open", small), (" ".join(map(str, by_hand)), fixed)):
+                for seed in range(seeds):
+                    plan = planned(chosen, Strategy.BEST, budget_s, seed)
+                    assert plan.expected is not None
+                    usual = simulate(replace(plan, workload=work), Timing.FULL)
+                    moved = plan.expected.bytes_moved
+                    print(
+                        f"| {each.replace(',', ', ')} | {microbatches} | {slots} | {name} | {seed} "
+                        f"| {iteration_s(plan):.2f} s | {plan.samples_per_s:.2f} | {moved / 1e9:.2f} "
+                        f"| {moved / usual.bytes_moved:.3f} | {at_work(plan):.0%} |",
+                        flush=True,
+                    )
+
+
+def with_codecs(work: Workload, cluster: Cluster, there: str, back: str, gradient: str) -> Workload:
+    """The same codecs on all links and stages."""
+    names = [node.name for node in cluster.nodes]
+    links = [LinkDtypes(a, b, there, back) for a in names for b in names if a != b]
+    rows = () if back == gradient_codec(there) else tuple(links)
+    return replace(work, wire_dtype=there, wire_dtypes=rows, gradient_dtype=gradient)
 
 
 def at_work(plan: Plan) -> float:
@@ -264,7 +286,6 @@ def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]
 PARTS = {
     "published20": published20,
     "full-timing": full_timing,
-    "codecs": codecs,
     "settings": settings,
     "first": first,
     "sizes": sizes,
@@ -273,17 +294,22 @@ PARTS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, "random", []], default=[], metavar="PART")
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "codecs", "random", []], default=[], metavar="PART")
     parser.add_argument("--seeds", type=int, help="3, and 50 random clusters")
     parser.add_argument("--budget", type=float, help="seconds for a plan: 30, and 3 for random clusters")
+    parser.add_argument(
+        "--codecs", nargs="+", default=CODECS_USED, help="of activations, back, and of weight gradients"
+    )
     parser.add_argument("--keep", type=Path, help="a file for the results of random clusters, a line each")
     asked = parser.parse_args()
     compile_search()
     compile_kernels()
-    for name in asked.parts or [*PARTS, "random"]:
+    for name in asked.parts or [*PARTS, "codecs", "random"]:
         print(f"\n{name}", flush=True)
         if name == "random":
             random(asked.seeds or 50, asked.budget or 3.0, asked.keep)
+        elif name == "codecs":
+            codecs(asked.seeds or 3, asked.budget or 30.0, asked.codecs)
         else:
             PARTS[name](asked.seeds or 3, asked.budget or 30.0)
 

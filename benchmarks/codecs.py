@@ -1,13 +1,14 @@
 """How fast codecs are: encode and decode, in GB/s of bf16 input, on one CPU core or on a GPU.
 
-python -m benchmarks.codecs [--device cuda] [--compiled] [--mib 16] [codec ...]
+python -m benchmarks.codecs [--device cuda] [--compiled] [--mib 16,128] [codec ...]
 
 `round trip` is both, one after the other, as bytes of bf16 for each second; goals: 1 GB/s on a core of a CPU and
-100 GB/s, compiled, on an H200. With --compiled `rounded` of each codec is compiled by torch.compile, as a whole, and
-captured in a CUDA graph; the column `rounded` is that, or the plain call. `feedback` is what averaging does to an fp32
-gradient if the codec asks for error feedback: encode it, decode it again, keep the difference; as if it was bf16, too.
-`error` is the root of the mean square error of Gaussian values, in their root mean squares. The fastest of several
-rounds counts: other work on the machine shows.
+100 GB/s, compiled, on an H200. With --compiled codecs are compiled as those of a node with `compute.compiled`. A call
+takes tens of microseconds before the GPU begins, which counts for encode, decode and round trip: less for a larger
+tensor, and not for `rounded`, which on a GPU is replayed as a CUDA graph. `feedback` is what averaging does
+to an fp32 gradient if the codec asks for error feedback: encode it, copy the bytes to the host, decode it again, keep
+the difference; as if it was bf16, too. `error` is the root of the mean square error of Gaussian values, in their root
+mean squares. The fastest of several rounds counts: other work on the machine shows.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS, decode, encode
+from skippipe.codecs import CODECS, compile_on_device, encode_and_decode
 
 ROUNDS = 9
+SAMPLE_TOKENS, CHANNELS = 512, 1024  # a MiB of bf16 each
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
@@ -53,47 +55,48 @@ def captured(run: Callable[[Tensor], Tensor], tensor: Tensor) -> Callable[[], ob
 
 def fed_back(codec: str, gradient: Tensor, remainder: Tensor) -> None:
     """As `GradientAverager.contribute`."""
-    torch.sub(gradient, decode(encode(gradient, codec), gradient.device), out=remainder)
+    torch.sub(gradient, encode_and_decode(gradient, codec)[1], out=remainder)
+
+
+def rates(name: str, given: Tensor) -> str:
+    """A line of the table."""
+    codec, device, size, shape = CODECS[name], given.device.type, 2 * given.numel() / 1e9, tuple(given.shape)
+    raw = codec.encode_tensor(given)
+    back = codec.decode_tensor(raw, shape)
+    error = float((back.float() - given.float()).square().mean().sqrt() / given.float().square().mean().sqrt())
+    bits = 8 * codec.tensor_bytes(shape) / given.numel()
+    encode_s = seconds(partial(codec.encode_tensor, given), device)
+    decode_s = seconds(partial(codec.decode_tensor, raw, shape), device)
+    call = captured(codec.rounded, given) if device == "cuda" else partial(codec.rounded, given)
+    rounded_s = seconds(call, device)
+    each = (size / taken_s for taken_s in (encode_s, decode_s, encode_s + decode_s, rounded_s))
+    columns = "".join(f"{rate:{width}.2f}" for rate, width in zip(each, (9, 9, 12, 9), strict=True))
+    if codec.error_feedback:
+        gradient = given.float().flatten()
+        feedback_s = seconds(partial(fed_back, name, gradient, torch.empty_like(gradient)), device)
+        columns += f"{size / feedback_s:10.2f}"
+    return f"{name:23}{bits:14.3f}{error:9.4f}{columns}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("codecs", nargs="*", default=list(CODECS), metavar="codec")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--mib", type=int, default=16, help="of bf16 input")
+    parser.add_argument("--compiled", action="store_true", help="on a GPU; on a CPU codecs always are")
+    parser.add_argument("--mib", type=lambda sizes: [*map(int, sizes.split(","))], default=[16], help="of bf16 input")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    device = options.device
-    flat = torch.randn(options.mib * 2**19, device=device).bfloat16()
-    size = 2 * flat.numel() / 1e9
+    if options.compiled:
+        compile_on_device()
+    tensors = [torch.randn(mib, SAMPLE_TOKENS, CHANNELS, device=options.device).bfloat16() for mib in options.mib]
     print(
         f"{'GB/s of bf16':23}{'bits a value':>14}{'error':>9}{'encode':>9}{'decode':>9}{'round trip':>12}{'rounded':>9}"
         f"{'feedback':>10}"
     )
     for name in options.codecs:
-        codec = CODECS[name]
-        raw = codec.encode(flat)
-        back = codec.decode(raw, flat.numel())
-        error = float((back.float() - flat.float()).square().mean().sqrt() / flat.float().square().mean().sqrt())
-        bits = 8 * codec.expected_bytes(flat.numel()) / flat.numel()
-        encode_s = seconds(partial(codec.encode, flat), device)
-        decode_s = seconds(partial(codec.decode, raw, flat.numel()), device)
-        rounded: Callable[[Tensor], Tensor] = codec.rounded
-        if options.compiled:
-            torch.compiler.reset()  # or `rounded` counts as one function that is compiled anew too often
-            rounded = torch.compile(rounded, fullgraph=True)
-            rounded(flat)
-        call = captured(rounded, flat) if device == "cuda" else partial(rounded, flat)
-        rounded_s = seconds(call, device)
-        rates = (size / each for each in (encode_s, decode_s, encode_s + decode_s, rounded_s))
-        columns = "".join(f"{rate:{width}.2f}" for rate, width in zip(rates, (9, 9, 12, 9), strict=True))
-        if codec.error_feedback:
-            gradient = flat.float()
-            feedback_s = seconds(partial(fed_back, name, gradient, torch.empty_like(gradient)), device)
-            columns += f"{size / feedback_s:10.2f}"
-        print(f"{name:23}{bits:14.3f}{error:9.4f}{columns}")
+        for mib, given in zip(options.mib, tensors, strict=True):
+            print(rates(name, given) + (f"  {mib} MiB" if len(tensors) > 1 else ""), flush=True)
 
 
 if __name__ == "__main__":

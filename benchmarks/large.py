@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+from benchmarks.best import iteration_s
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import Problem
@@ -36,11 +37,6 @@ def problem(name: str) -> Problem:
 
 def planned(name: str, budget_s: float, bound_s: float = 0.0) -> Plan:
     return make_plan(problem(name), Strategy.BEST, PlanRequest(seed=1, budget_s=budget_s, bound_s=bound_s))
-
-
-def iteration_s(plan: Plan) -> float:
-    assert plan.expected is not None
-    return plan.expected.iteration_s
 
 
 def losses(budget_s: float, clusters: Sequence[str]) -> None:

@@ -1,11 +1,12 @@
 """Every part of SkipPipe on a card, one after another, most valuable first; each with a time limit, its output kept.
 
-    PYTHONPATH=gpu-bundle python -m benchmarks.on_gpu [-o on-gpu.jsonl] [--within 1200] [--only nodes,decoding-500m]
+    PYTHONPATH=gpu-bundle python -m benchmarks.on_gpu [-o on-gpu.jsonl] [--within 1200] [--mps] [--only nodes,serve]
     python -m benchmarks.on_gpu --device cpu          # the same programs at small sizes, without a card
 
 A part is a command. Its line of JSON is written when it ends: name, command, exit status (124: past its limit),
 seconds, and the end of what it printed. A part that fails does not keep the others from running. What would begin after
-`--within` seconds is left out, and named at the end. Only the standard library is needed here.
+`--within` seconds is left out, and named at the end. With `--mps` NVIDIA's Multi-Process Service runs meanwhile:
+without it processes have the card in turns. Only the standard library is needed here.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,6 +90,8 @@ def parts_of(device: str, folder: Path) -> list[Part]:
     profiled = ("--model", "llama-1.5b" if card else model, "--sequence", "2048" if card else "64")
     evaluated = ("--draws", "4", "--tokens", "20000" if card else "1000")
     cluster = str(folder / "cluster.json")
+    codecs = ("fp32", "bf16", "int8", "fp8", "int6", "int4", "int2", "--mib", "16,128" if card else "1")
+    compiled_here = ("--compiled",) if card else ()
     return [
         Part("about", 60, ([PYTHON, "-c", ABOUT],)),
         Part("nodes", 240, (module("benchmarks.gpu", *two, *small),)),
@@ -98,11 +102,11 @@ def parts_of(device: str, folder: Path) -> list[Part]:
         Part("train", 150, (plan, module("skippipe", "train", str(job), "--force"))),
         Part("serve", 100, (module("benchmarks.on_gpu", "serve", *on, "--dtype", dtype),)),
         Part("optimizers", 120, (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6"),)),
-        Part("codecs", 120, (module("benchmarks.codecs", *on, *(("--compiled",) if card else ("--mib", "1"))),)),
+        Part("codecs", 200, (module("benchmarks.codecs", *codecs, *on, *compiled_here),)),
         Part(
             "largest",
-            240,
-            (module("benchmarks.largest", *on, *(small or ()), *(() if card else ("--iterations", "4"))),),
+            200,
+            (module("benchmarks.largest", *on, *(small or ()), *(compiled_here or ("--iterations", "4"))),),
         ),
         Part(
             "eval",
@@ -144,8 +148,7 @@ def run_part(part: Part, environment: Mapping[str, str]) -> dict[str, object]:
             said, _ = process.communicate(timeout=max(1.0, part.limit_s - (time.monotonic() - began)))
             status = process.returncode
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
-            said, _ = process.communicate(timeout=END_S)
+            said = _ended(process)
             status = TIMED_OUT
         output += said
         if status:
@@ -159,6 +162,31 @@ def run_part(part: Part, environment: Mapping[str, str]) -> dict[str, object]:
     }
 
 
+def _ended(process: subprocess.Popen[str]) -> str:
+    """What a process that is past its limit has said, and says when it is interrupted."""
+    process.send_signal(signal.SIGINT)
+    try:
+        said, _ = process.communicate(timeout=END_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
+        said, _ = process.communicate(timeout=END_S)
+    return said
+
+
+@contextmanager
+def multi_process_service(folder: Path, environment: dict[str, str]) -> Iterator[None]:
+    """Programs with this environment compute on the card at the same time."""
+    for name in ("pipe", "log"):
+        (folder / f"mps-{name}").mkdir()
+        environment[f"CUDA_MPS_{name.upper()}_DIRECTORY"] = str(folder / f"mps-{name}")
+    control = "nvidia-cuda-mps-control"
+    subprocess.run([control, "-d"], env=environment, check=True, timeout=END_S)
+    try:
+        yield
+    finally:
+        subprocess.run([control], input="quit\n", text=True, env=environment, timeout=END_S, check=False)
+
+
 def run_all(asked: argparse.Namespace) -> int:
     """How many parts failed."""
     began, failed, left = time.monotonic(), 0, []
@@ -168,17 +196,18 @@ def run_all(asked: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder, asked.output.open("a", encoding="utf-8") as lines:
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # what one part compiles others find
         environment.setdefault("XDG_CACHE_HOME", f"{folder}/cache")
-        for part in parts_of(asked.device, Path(folder)):
-            if asked.only and part.name not in asked.only:
-                continue
-            if time.monotonic() - began > asked.within:
-                left.append(part.name)
-                continue
-            found = run_part(part, environment)
-            failed += bool(found["status"])
-            lines.write(json.dumps(found) + "\n")
-            lines.flush()
-            print(f"== {part.name}: status {found['status']}, {found['seconds']} s\n{found['output']}", flush=True)
+        with multi_process_service(Path(folder), environment) if asked.mps else nullcontext():
+            for part in parts_of(asked.device, Path(folder)):
+                if asked.only and part.name not in asked.only:
+                    continue
+                if time.monotonic() - began > asked.within:
+                    left.append(part.name)
+                    continue
+                found = run_part(part, environment)
+                failed += bool(found["status"])
+                lines.write(json.dumps(found) + "\n")
+                lines.flush()
+                print(f"== {part.name}: status {found['status']}, {found['seconds']} s\n{found['output']}", flush=True)
     print(f"{failed} parts failed; not begun within {asked.within:.0f} s: {', '.join(left) or 'none'}")
     return failed
 
@@ -201,14 +230,14 @@ def serve(asked: argparse.Namespace) -> None:
                 break
 
         def ask(number: int) -> int:
-            body = {"model": "austen", "prompt": "It is a truth", "max_tokens": 64, "temperature": 0.8, "seed": number}
+            body = {"model": "austen", "prompt": "It is a truth", "max_tokens": 256, "temperature": 0.8, "seed": number}
             request = Request(
                 f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
             )
             with urlopen(request, timeout=60) as response:
                 return int(json.load(response)["usage"]["completion_tokens"])
 
-        for clients in (1, 8, 8):
+        for clients in (1, 1, 8, 8):  # of each the first warms up
             began = time.monotonic()
             with ThreadPoolExecutor(clients) as pool:
                 tokens = sum(pool.map(ask, range(clients)))
@@ -227,6 +256,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("on-gpu.jsonl"))
     parser.add_argument("--within", type=float, default=1200, help="seconds after which no part begins")
     parser.add_argument("--only", type=lambda names: names.split(","), help="names of parts")
+    parser.add_argument("--mps", action="store_true", help="processes on the card at the same time, not in turns")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
     asked = parser.parse_args()

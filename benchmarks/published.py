@@ -1,4 +1,4 @@
-"""The study's settings, planned and simulated here, beside the seconds it published.
+"""The paper's settings, planned and simulated here, beside the seconds it published.
 
     python -m benchmarks.published [BUDGET_S]
 
@@ -23,7 +23,7 @@ SETTINGS: tuple[tuple[str, Example, tuple[float | None, ...]], ...] = (
     ("18 nodes, 25% skipped, 8K tokens", published18(samples=2), (45.5, 34.4, 33.1, 25.7)),
     ("18 nodes, 25% skipped, 16K tokens", published18(samples=4), (91.9, 65.7, 63.2, 55.5)),
     ("20 nodes, 33% skipped, real runs", published20(), (141.7, 71.7, 59.4, 52.6)),
-    ("20 nodes, 33% skipped, the study's estimate", published20(), (79.94, 48.92, 35.43, 33.31)),
+    ("20 nodes, 33% skipped, the paper's estimate", published20(), (79.94, 48.92, 35.43, 33.31)),
     ("42 nodes, 25% skipped, real runs", published42(), (141.0, 1176.0, None, 108.0)),
 )
 

@@ -1,7 +1,9 @@
 """What nodes that can only call out cost: half of 20 nodes, beside the same cluster with all of them reachable.
 
     python -m benchmarks.reach start [--nodes 20] [--cluster published20] [--load 0]
+    python -m benchmarks.reach plan [--cluster published20] [--changes 60000] [--bound 20]
     python -m benchmarks.reach iteration [--iterations 12] [--time 0.1] [--rounds 1]
+    python -m benchmarks.reach promise [--nodes 6] [--rate 0.12] [--iterations 5] [--shared]
     python -m benchmarks.reach serving [--prompts 16]
 
 Nodes are processes on this machine, forked from this one, and every second one is out only: it listens nowhere, or
@@ -9,16 +11,20 @@ Nodes are processes on this machine, forked from this one, and every second one 
 
 `start` takes the time until all nodes are at work, and the first iteration is done; with `--load`, so many other
 processes compute meanwhile.
+`plan` compares what plans promise, after as many changes of the search, and proven bounds.
 `iteration` takes the median time of an iteration, the first left out, over links that are as slow as the cluster file
 says, scaled by `--time`; the plan for half out only does without links between two of those, and is run with all nodes
-reachable as well: that is what another side to dial costs, beside what other links cost. `serving` compares
-answers, with two nodes to a stage. All end with status 1 if the goal was missed: 30 s, a ratio of 1.05, the same
-answers.
+reachable as well: that is what another side to dial costs, beside what other links cost. `promise` has no node that can
+be called, and one relay, a `skippipe relay` that carries so many megabytes a second: the time that the plan promises,
+which counts on that rate, beside the median time of an iteration. Every node has an equal part of it, as plans count,
+or (`--shared`) what the others leave. `serving` compares answers, with two nodes to a stage. All end with status 1 if
+the goal was missed: 30 s, a ratio of 1.05, a promise within 5%, the same answers.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import signal
@@ -28,27 +34,45 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import httpx2
+import numpy as np
 
+from benchmarks.best import problem_of
 from benchmarks.serving import BEGINNINGS, TOKEN, random_model
-from skippipe.cluster import Cluster
-from skippipe.launch.launcher import join_config
+from skippipe.cluster import Cluster, Node, with_relay
+from skippipe.launch.fork_server import ProcessPool
+from skippipe.launch.launcher import JoinLauncher, join_config
 from skippipe.launch.local import LocalLauncher
 from skippipe.planner.problem_spec import cluster_named
+from skippipe.planner.published import EXAMPLES
+from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
+from skippipe.planner.strategies import make_plan
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
+from skippipe.runtime.node.agent import node_process
 from skippipe.runtime.train_role import ROLES
+from skippipe.timeline import Timing
 from skippipe.training.build_run import build_run
-from skippipe.training.job_config import BatchConfig, DataConfig, EmulationConfig, JobConfig, PipelineConfig
+from skippipe.training.job_config import (
+    BatchConfig,
+    DataConfig,
+    EmulationConfig,
+    JobConfig,
+    PipelineConfig,
+    TransportConfig,
+)
 from skippipe.transport.addresses import OUT_ONLY, free_port
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from tests.helpers.serve_process import Command, Server
 
-AT_WORK_S, RATIO = 30.0, 1.05
+AT_WORK_S, RATIO, KEPT = 30.0, 1.05, 0.05
+NODE_FLOPS, HOP_S = 2e10, 0.002  # of a node on this machine; from a node to another through a relay
 STAGES = 4  # of the model that is served; nodes get them in turn
 
 
@@ -176,6 +200,21 @@ def start(asked: argparse.Namespace) -> int:
 # An iteration
 
 
+def plan(asked: argparse.Namespace) -> int:
+    problem = replace(problem_of(EXAMPLES[asked.cluster]()), timing=Timing.FULL)
+    request = PlanRequest(seed=asked.seed, budget_s=math.inf, changes=asked.changes, bound_s=asked.bound)
+    fewer = without_links(problem.cluster, every_second(problem.cluster))
+    promised = []
+    for what, cluster in (("all reachable", problem.cluster), ("half out only", fewer)):
+        found = make_plan(replace(problem, cluster=cluster), Strategy.BEST, request)
+        promised.append(iteration_ns(found) / 1e9)
+        proven = "" if found.lower_bound_ns is None else f", none is under {found.lower_bound_ns / 1e9:.1f} s"
+        held, lanes = sum(len(stage.nodes) for stage in found.stages), len(found.lanes)
+        print(f"{what}: {promised[-1]:.2f} s, {lanes} lanes over {held} nodes{proven}", flush=True)
+    print(f"half out only / all reachable: {promised[1] / promised[0]:.3f} (goal {RATIO})")
+    return promised[1] > RATIO * promised[0]
+
+
 def iteration(asked: argparse.Namespace) -> int:
     cluster, _ = cluster_named(asked.cluster)
     half = every_second(cluster)
@@ -201,6 +240,85 @@ def iteration(asked: argparse.Namespace) -> int:
         ratio = median(seconds[mixed]) / median(seconds[what])
         print(f"half out only / {what}: {promised[mixed] / promised[what]:.3f} promised, {ratio:.3f} measured")
     return median(seconds[mixed]) > RATIO * median(seconds[everywhere])
+
+
+# One relay
+
+
+class RelayedLauncher(JoinLauncher):
+    """Nodes that only call out, forked from this process, and a relay for them."""
+
+    def __init__(self, names: Collection[str], folder: Path, address: str, *rates: object) -> None:
+        own, hub, pairs = KeyPair.new(), KeyPair.new(), {name: KeyPair.new() for name in names}
+        key, peers = folder / "coordinator.key", folder / "peers.json"
+        KeyFile("coordinator", own).save(key)
+        KeyFile("hub", hub, own.public).save(folder / "hub.key")
+        publics = {name: pair.public for name, pair in pairs.items()}
+        PeerList({**publics, "hub": hub.public}, relays=("hub",)).save(peers)
+        self._pool = ProcessPool(partial(node_process, ROLES), folder / "logs")
+        super().__init__(list(names), key, peers)
+        self._pairs, where = pairs, f"127.0.0.1:{free_port('127.0.0.1')}"
+        words = ("--join", address, "--key", folder / "hub.key", "--listen", where, "--address", where, *rates)
+        self._relay = Command("relay", *words)
+        self._relay.says("for the coordinator at")
+
+    def start(self, address: str) -> None:
+        super().start(address)
+        for name, keys in self._pairs.items():
+            self._pool.start(name, {**join_config(name, address, self.keys, keys), "listen": OUT_ONLY})
+
+    def ended(self) -> list[tuple[str, str]]:
+        self._pool.poll()
+        return super().ended()
+
+    def close(self) -> None:
+        super().close()
+        self._relay.end()
+        self._pool.close()
+
+
+def promise(asked: argparse.Namespace) -> int:
+    """Links are those of this machine, so the relay's rate is what takes time."""
+    pairs = {frozenset(pair) for pair in combinations(range(asked.nodes), 2)}
+    with tempfile.TemporaryDirectory(prefix="reach") as name:
+        folder = Path(name)
+        with_relay(machine(asked.nodes), pairs, 1e6 * asked.rate).save(folder / "cluster.json")
+        at = f"127.0.0.1:{free_port('127.0.0.1')}"
+        job = JobConfig(
+            cluster=str(folder / "cluster.json"),
+            output=str(folder / "run"),
+            iterations=asked.iterations,
+            data=DataConfig(vocabulary=512),
+            batch=BatchConfig(sequence=64, samples=2, microbatches=2 * asked.nodes),
+            pipeline=PipelineConfig(stages=3, skip="0", budget_s=asked.budget),
+            transport=TransportConfig(listen=at, peers=str(folder / "peers.json"), key=str(folder / "coordinator.key")),
+        )
+        rates = "--rate", asked.rate, *(() if asked.shared else ("--node-rate", asked.rate / asked.nodes))
+        launcher = RelayedLauncher([f"n{number}" for number in range(asked.nodes)], folder, at, *rates)
+        setup, taken = build_run(job), Taken()
+        setup.run.launch(launcher, taken)
+    expected = setup.plan.expected
+    assert expected is not None
+    seconds = taken.seconds[1:]
+    sent = sum(link.sent_bytes for link in expected.links)
+    ratio, used = median(seconds) / expected.iteration_s, sent / expected.iteration_s / (1e6 * asked.rate)
+    gone = [event.text for event in taken.events if event.kind in ("cut", "restarted", "replanned")]
+    spread = f"{min(seconds):.3f} … {max(seconds):.3f}"
+    print(f"promised {expected.iteration_s:.3f} s, measured {median(seconds):.3f} s ({spread})")
+    print(f"measured / promised: {ratio:.3f}; {used:.0%} of what the relay carries is used")
+    for text in gone:
+        print(f"    {text}")
+    return abs(ratio - 1) > KEPT
+
+
+def machine(nodes: int) -> Cluster:
+    """Nodes of this machine, with no limit but the relay's: what they compute takes little beside what they send."""
+    return Cluster(
+        "this machine",
+        tuple(Node(f"n{number}", "here", NODE_FLOPS, 2**30) for number in range(nodes)),
+        np.full((nodes, nodes), HOP_S),
+        np.full((nodes, nodes), 1e9),
+    )
 
 
 # Answers
@@ -261,6 +379,19 @@ def main() -> int:
         else:
             each.add_argument("--time", type=float, default=0.1)
             each.add_argument("--rounds", type=int, default=1)
+    each = kinds.add_parser("plan")
+    each.add_argument("--cluster", choices=EXAMPLES, default="published20")
+    each.add_argument("--changes", type=float, default=60_000)
+    each.add_argument("--bound", type=float, default=20.0, help="seconds for a proven bound")
+    each.add_argument("--seed", type=int, default=0)
+    each.set_defaults(run=plan)
+    each = kinds.add_parser("promise")
+    each.add_argument("--nodes", type=int, default=6)
+    each.add_argument("--rate", type=float, default=0.12)
+    each.add_argument("--shared", action="store_true")
+    each.add_argument("--iterations", type=int, default=5)
+    each.add_argument("--budget", type=float, default=5.0)
+    each.set_defaults(run=promise)
     each = kinds.add_parser("serving")
     each.add_argument("--prompts", type=int, default=16)
     each.set_defaults(run=serving)

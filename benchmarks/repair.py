@@ -16,6 +16,7 @@ from statistics import mean
 
 import numpy as np
 
+from benchmarks.best import iteration_s
 from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
@@ -54,11 +55,6 @@ def repair(plan: Plan, members: Sequence[set[int]], budget_s: float) -> Outcome:
     assert found is not None
     assert {violation.rule for violation in validate(found)} <= {"CC3", "stages"}
     return Outcome(took_s, iteration_s(found))
-
-
-def iteration_s(plan: Plan) -> float:
-    assert plan.expected is not None
-    return plan.expected.iteration_s
 
 
 def scratch_s(plan: Plan, lost: set[int], stages: int, visited: int, budget_s: float) -> float | None:

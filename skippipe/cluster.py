@@ -193,24 +193,26 @@ class Cluster:
         write_text(path, json_text(self.to_json()) + "\n")
 
 
-def with_relay(cluster: Cluster, nodes: Collection[int], bytes_per_s: float, node_bytes_per_s: float = inf) -> Cluster:
-    """The cluster if these nodes reach each other through a relay alone, which carries so much of all together and of
-    each.
+def with_relay(
+    cluster: Cluster, pairs: Collection[frozenset[int]], bytes_per_s: float, node_bytes_per_s: float = inf
+) -> Cluster:
+    """The cluster if these pairs of nodes reach each other through a relay alone, which carries so much of all together
+    and of each.
 
-    Every one of them counts on an equal share, whatever the others send: that is less than it may get, and holds. If a
-    node has other links as well, its links through the relay have equal parts of its share each.
+    Every node counts on an equal share, whatever the others send: that is less than it may get, and holds. If a node
+    has other links as well, its links through the relay have equal parts of its share each.
     """
-    among = sorted(nodes)
-    if len(among) < 2:
+    among = sorted(set().union(*pairs))
+    if not among:
         return cluster
     share = max(1.0, min(bytes_per_s / len(among), node_bytes_per_s))
     bandwidth = cluster.bandwidth_bytes_per_s.copy()
     made = list(cluster.nodes)
-    elsewhere = np.setdiff1d(np.arange(len(cluster)), among)
     for index in among:
+        peers = [peer for peer in among if peer != index and frozenset({index, peer}) in pairs]
+        elsewhere = np.setdiff1d(np.arange(len(cluster)), [index, *peers])
         alone = not bandwidth[index, elsewhere].any()
-        each = share if alone else share / (len(among) - 1)
-        peers = [peer for peer in among if peer != index]
+        each = share if alone else share / len(peers)
         bandwidth[index, peers] = np.minimum(bandwidth[index, peers], each)
         if alone and isfinite(share):
             upload = min(share, made[index].upload_bytes_per_s or inf)

@@ -17,9 +17,11 @@ from skippipe.cluster import Cluster, DeviceMode, Node
 from skippipe.collectives import Collective, collective_named, topology, transfers
 from skippipe.collectives.schedule import Averaging
 from skippipe.jit import Floats, Ints
+from skippipe.optim.interface import STORED_BYTES
 from skippipe.workload import Workload
 
 NEVER_NS = transfers.NEVER_NS
+DEVICE_BYTES_PER_NS = 25  # between the devices of a node: PCIe of 16 lanes, or half of a processor's memory bandwidth
 LINK_FIELDS = ("flight_ns", "transmit_ns", "upload_ns", "download_ns", "bandwidth_bytes_per_s", "upload_bytes_per_s",
                "download_bytes_per_s", "hop_bytes")  # fmt: skip
 
@@ -45,7 +47,7 @@ class CostModel:
     weight_ns: Ints
     """[stage, node]: the weight gradients of a split backward."""
     optimizer_ns: Ints
-    """[stage, node]: one optimizer step."""
+    """[stage, node]: one optimizer step; with several devices, also the sum of their gradients."""
     head_ns: Ints
     """[node]: head and loss, if the node is a data node."""
     slots: Ints
@@ -134,7 +136,7 @@ def cost_model_of(
         forward_ns=stage_by_node(forward),
         backward_ns=stage_by_node([workload.backward_flops(k) for k in layers]),
         weight_ns=np.maximum(1, np.rint(workload.trained_share * gradients_ns).astype(np.int64)),
-        optimizer_ns=stage_by_node(step),
+        optimizer_ns=stage_by_node(step) + _device_sum_ns(cluster, workload, layers, rooms[..., 1]),
         head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
         slots=rooms[..., 0].copy(),
         workers=rooms[..., 1].copy(),
@@ -142,6 +144,17 @@ def cost_model_of(
         collective=collective_named(workload.collective),
         **links,
     )
+
+
+def _device_sum_ns(cluster: Cluster, workload: Workload, layers: tuple[int, ...], workers: Ints) -> Ints:
+    """[stage, node]: what gradients take from the devices of a node to the first one, or to host memory if the stage is
+    sharded, and what their sum takes back."""
+    devices = np.array([node.devices for node in cluster.nodes])
+    copies = np.where(workers > 1, workers - 1, devices > 1)
+    trained = np.array([workload.trained_parameters(stage, k) for stage, k in enumerate(layers)])
+    moved = 2 * STORED_BYTES * copies * trained[:, None]
+    found: Ints = np.rint(moved / DEVICE_BYTES_PER_NS).astype(np.int64)
+    return found
 
 
 class Room(NamedTuple):

@@ -17,6 +17,11 @@ class Infeasible(UserError):
     """A problem that no plan solves; the message gives the nearest one that can be solved."""
 
 
+def first_line(error: Exception) -> str:
+    """What an error of another library says, in one line; if it says nothing, its kind."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 def require(package: str, extra: str, purpose: str) -> Any:
     """The imported package; UserError with how to install it if it is missing."""
     try:

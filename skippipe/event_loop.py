@@ -10,8 +10,9 @@ backwards ran, for a moment when it could start nothing else.
 
 Sends of a node with one worker need no events: its tasks end one after another, so the transfers on a directed link,
 and through the node's own upload, are known in their order when the task that feeds them starts. Tasks side by side may
-end in another order than they start in, so each of theirs has an event when it ends. At a receiver with a download rate
-of its own messages of several senders meet: each has an event there, when its first byte arrives.
+end in another order than they start in, so each of theirs has an event when it ends. When a message leaves is written
+out in both places: a kernel that both call halves the speed of the whole, measured in two forms. At a receiver with a
+download rate of its own messages of several senders meet: each has an event there, when its first byte arrives.
 
 Events are in a binary heap of two arrays: the smallest key with its value is at index 0; of equal keys, the smallest
 value.

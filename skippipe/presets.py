@@ -37,7 +37,7 @@ def data(name: str) -> Any:
 
 
 def reference_flops_per_s() -> float:
-    """The speed at which the study's nodes take its seconds a layer and sample (1.5B model, 4096 tokens)."""
+    """The speed at which the paper's nodes take its seconds a layer and sample (1.5B model, 4096 tokens)."""
     per_layer_s: float = data("regions12.json")["forward_s_per_layer_per_sample"]
     return REFERENCE_MODEL.layer_flops(REFERENCE_TOKENS) / per_layer_s
 
@@ -64,7 +64,7 @@ def at_sites(
 
 def regions(nodes: int) -> Cluster:
     """Nodes distributed over the 12 published cloud regions, with the overhead a hop measured there."""
-    return _from_table("regions", "regions12.json", nodes, first=1, hop_overhead_s=0.35)  # the study starts at Belgium
+    return _from_table("regions", "regions12.json", nodes, first=1, hop_overhead_s=0.35)  # the paper starts at Belgium
 
 
 def five_sites(nodes: int) -> Cluster:

@@ -87,6 +87,8 @@ class SkipSchedule:
     adapters_by_hop: bool = False
     """Whether a stage has adapters of its own for each number of stages that the hop from it leaves out: 0, 1, … up to
     half of them or more. They share the rank."""
+    adapters_shared: Annotated[int, Range(0, 100_000)] = 0
+    """Of the rank of adapters by hop, so much is the same for all hops; the rest is divided among them."""
     distill: Annotated[float, SHARE] = 0.0
     """Weight of what the whole model says in the loss of microbatches that skip stages (distillation): the rest is that
     of the text itself. They pass the whole model, too, forward only. 0: none."""
@@ -110,6 +112,8 @@ class SkipSchedule:
             raise UserError("recipe.heal: there is nothing to train; add recipe.adapters or recipe.bridges, such as 32")
         if self.adapters_by_hop and not self.adapters:
             raise UserError("recipe.adapters_by_hop: there are none; add recipe.adapters, such as 512")
+        if self.adapters_shared and not (self.adapters_by_hop and self.adapters_shared < self.adapters):
+            raise UserError("recipe.adapters_shared: goes with recipe.adapters_by_hop, and is less than their rank")
         if self.distill_hidden and not self.distill:
             raise UserError("recipe.distill_hidden: there is no teacher; add recipe.distill, such as 0.9")
         if self.heal and self.heal_at <= self.grown_at:
@@ -131,6 +135,11 @@ class SkipSchedule:
     def heal_at(self) -> Fraction:
         """Share of the run after which only bridges and adapters learn."""
         return parse_share(self.heal, "recipe.heal") if self.heal else Fraction(1)
+
+    @property
+    def hop_rank(self) -> int:
+        """Of the rank of the adapters, what is divided among hops of different length."""
+        return self.adapters - self.adapters_shared if self.adapters_by_hop else 0
 
     def heals(self, iteration: int, iterations: int) -> bool:
         return iteration >= math.ceil(self.heal_at * iterations)
@@ -239,20 +248,27 @@ def donors(stages: int, visited: int) -> dict[int, int]:
 
 
 def parse_skip(text: str) -> tuple[Phase, ...]:
-    phases: list[Phase] = []
+    phases = parse_phases(text, "recipe.skip", "0")
+    return tuple(Phase(until, tuple(_turn(shares.split("+")))) for until, shares in phases)
+
+
+def parse_phases(text: str, where: str, example: str) -> list[tuple[Fraction, str]]:
+    """Parse "this until 65%, that": the share of the run at which each phase ends, and what it has. `example` is what a
+    last phase might have."""
+    phases: list[tuple[Fraction, str]] = []
     parts = [part.strip() for part in text.split(",")]
     for number, part in enumerate(parts):
         last = number == len(parts) - 1
-        shares, _, end = (piece.strip() for piece in part.partition(" until "))
+        what, _, end = (piece.strip() for piece in part.partition(" until "))
         if last and end:
-            raise UserError(f"recipe.skip: '{part}' ends before the run does: say what follows, as in '{part}, 0'")
+            raise UserError(f"{where}: '{part}' ends before the run does: say what follows, as in '{part}, {example}'")
         if not last and not end:
-            raise UserError(f"recipe.skip: '{part}' has no end: write '{part} until 75%'")
-        until = Fraction(1) if last else parse_share(end, "recipe.skip")
-        if phases and until <= phases[-1].until:
-            raise UserError(f"recipe.skip: '{part}' ends no later than what comes before it")
-        phases.append(Phase(until, tuple(_turn(shares.split("+")))))
-    return tuple(phases)
+            raise UserError(f"{where}: '{part}' has no end: write '{part} until 75%'")
+        until = Fraction(1) if last else parse_share(end, where)
+        if phases and until <= phases[-1][0]:
+            raise UserError(f"{where}: '{part}' ends no later than what comes before it")
+        phases.append((until, what))
+    return phases
 
 
 def _turn(pieces: Iterable[str]) -> list[Mix]:

@@ -147,8 +147,8 @@ class Timeline:
         }
 
     @classmethod
-    def from_json(cls, value: Any, number: dict[str, int], place: str = "expected") -> Timeline:
-        fields = Fields(value, place)
+    def from_json(cls, value: Any, number: dict[str, int]) -> Timeline:
+        fields = Fields(value, "expected")
 
         def node(name: Any, at: str) -> int:
             if not isinstance(name, str) or name not in number:

@@ -201,8 +201,8 @@ class Workload:
 
     def hop_bytes(self, codec: str) -> int:
         """Bytes of one hop of one microbatch, as this codec expects them."""
-        values = self.samples_per_microbatch * self.sequence_tokens * self.model.hidden
-        return CODECS[codec].expected_bytes(values) + self.header_bytes
+        shape = (self.samples_per_microbatch, self.sequence_tokens, self.model.hidden)
+        return CODECS[codec].tensor_bytes(shape) + self.header_bytes
 
     def stage_parameters(self, stage: int, layers: int) -> int:
         """Parameters of a stage, without adapters."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -9,14 +10,28 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+# Before torch is imported, here or in a process of a test: on some processors oneDNN takes forty times as long for a
+# product of such small matrices as torch itself.
+os.environ.setdefault("TORCH_MKLDNN_MATMUL_MIN_DIM", "1024")
+
 from skippipe.cli import main
 from tests.helpers.processes import Command, CommandResult
 
 settings.register_profile("untimed", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("untimed")
 
-LONG_FILES = ("test_recovery.py", "test_run.py", "test_serve.py", "test_profile.py", "test_launch.py")
-"""Those that start many processes, each of them a minute or less: begun first, so that no worker is left with one."""
+LONG_FILES = ("test_recovery.py", "test_run.py", "test_serve.py", "test_profile.py", "test_launch.py", "test_exact.py")
+"""Half a minute or more, most of them because they start many processes: begun first, so that no worker is left with
+one."""
+
+
+def pytest_configure() -> None:
+    gc.disable()  # until all is imported: there is nothing to be found in that
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from skippipe.checkpoint.format import save_tensors
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, fsync_path, json_text, read_json
 from skippipe.model.lora import A, LoraConfig, is_adapter
@@ -90,9 +90,8 @@ def write_adapter(folder: Path, adapters: Mapping[str, Tensor], lora: LoraConfig
         "inference_mode": True,
         **UNLIKE,
     }
-    file = folder / ADAPTER_WEIGHTS
-    save_file({PREFIX + name: each.contiguous() for name, each in adapters.items()}, file, {"format": "pt"})
-    fsync_path(file)
+    tensors = {PREFIX + name: each.contiguous() for name, each in adapters.items()}
+    save_tensors(tensors, folder / ADAPTER_WEIGHTS, {"format": "pt"})
     (folder / ADAPTER).write_text(json_text(settings) + "\n", encoding="utf-8")
     fsync_path(folder / ADAPTER)
     fsync_path(folder)

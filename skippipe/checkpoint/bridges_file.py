@@ -8,7 +8,8 @@ when none is. The file's metadata:
     bridges            rank of the bridges; "0": there are none
     adapters           rank of the adapters; "0": there are none
     adapter_scale      how strong adapters are where k of S stages are missing: "missing": 2k/S times. "hop": those of
-                       their own for each number of stages that the hop from a stage leaves out
+                       their own for each number of stages that the hop from a stage leaves out. "hop 256": the last
+                       256 of the rank as with "hop", those before as with "missing"
 
 Tensors, of a model of S stages and d channels (n = S − stage − 1 is how many bridges begin at a stage: to the stages
 from the next but one on, and to the head):
@@ -28,11 +29,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from skippipe.checkpoint.format import save_tensors
 from skippipe.errors import UserError
-from skippipe.json_fields import fsync_path
 from skippipe.model.stage import Bridges, StageAdapters, StageModel
 
 BRIDGES_FILE = "bridges.safetensors"
@@ -51,8 +51,8 @@ class StandInsInfo:
     """Rank of the bridges; 0: there are none."""
     adapters: int = 0
     """Rank of the adapters; 0: there are none."""
-    adapters_by_hop: bool = False
-    """As in a recipe."""
+    hop_rank: int = 0
+    """Of the rank of the adapters, what is divided among hops of different length."""
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -62,8 +62,14 @@ class StandInsInfo:
             "layers": ",".join(map(str, self.layers)),
             "bridges": str(self.bridges),
             "adapters": str(self.adapters),
-            "adapter_scale": BY_HOP if self.adapters_by_hop else BY_MISSING,
+            "adapter_scale": self._adapter_scale,
         }
+
+    @property
+    def _adapter_scale(self) -> str:
+        if not self.hop_rank:
+            return BY_MISSING
+        return BY_HOP if self.hop_rank == self.adapters else f"{BY_HOP} {self.hop_rank}"
 
 
 def write_bridges(
@@ -72,12 +78,12 @@ def write_bridges(
     bridges: Sequence[Bridges],
     adapters: Sequence[StageAdapters] = (),
     *,
-    adapters_by_hop: bool = False,
+    hop_rank: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write those of all stages, in the order of the stages; OSError or SafetensorError if it cannot be written."""
+    """Write those of all stages, in the order of the stages; OSError if it cannot be written."""
     ranks = [each.down.shape[1] // each.width for each in bridges[:1]], [each.rank for each in adapters[:1]]
-    info = StandInsInfo(layers, sum(ranks[0]), sum(ranks[1]), adapters_by_hop)
+    info = StandInsInfo(layers, sum(ranks[0]), sum(ranks[1]), hop_rank)
     tensors: dict[str, Tensor] = {}
     for stage, held in enumerate(bridges):
         shapes = _bridge_shapes(stage, info, held.width)
@@ -85,11 +91,8 @@ def write_bridges(
     for parts in adapters:
         tensors |= dict(_adapter_weights(parts))
     file = folder / BRIDGES_FILE
-    partial = file.with_suffix(".partial")
     kept = {name: each.detach().to("cpu", dtype).contiguous() for name, each in tensors.items()}
-    save_file(kept, partial, info.metadata)
-    fsync_path(partial)
-    partial.replace(file)
+    save_tensors(kept, file, info.metadata)
     return file
 
 
@@ -108,9 +111,11 @@ def bridges_info(folder: Path, layers: int) -> StandInsInfo | None:
         raise UserError(f"{file}: is for {len(counts)} stages of {sum(counts)} layers; the model has {layers} layers")
     bridges, adapters = (_whole(file, name, found.get(name, "")) for name in ("bridges", "adapters"))
     scale = found.get("adapter_scale", "")
-    if scale not in (BY_MISSING, BY_HOP) or not (bridges or adapters):
+    kind, _, part = scale.partition(" ")
+    hop_rank = (_whole(file, "adapter_scale", part) if part else adapters) if kind == BY_HOP else 0
+    if (scale != BY_MISSING and (kind != BY_HOP or hop_rank > adapters)) or not (bridges or adapters):
         raise UserError(f"{file}: neither bridges nor adapters, or an adapter_scale that is not known, '{scale[:20]}'")
-    return StandInsInfo(tuple(counts), bridges, adapters, scale == BY_HOP)
+    return StandInsInfo(tuple(counts), bridges, adapters, hop_rank)
 
 
 @torch.no_grad()

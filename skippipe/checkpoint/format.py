@@ -24,12 +24,13 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from skippipe.codecs import Buffer
 from skippipe.errors import UserError
@@ -42,6 +43,9 @@ from skippipe.runs.tail import belongs_to, checkpoint_run_id, run_id_of
 from skippipe.toml_config import from_table
 from skippipe.value_ranges import COUNT, SEED
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "skippipe-checkpoint", 1
@@ -52,6 +56,30 @@ UNFINISHED = "unfinished"
 def run_field(run_id: str) -> dict[str, str]:
     """The id of a run as a field of its files; none for a run from before there were ids."""
     return {"run": run_id} if run_id else {}
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file, whole and down to the disk, with the rights that any new file has: the library makes it
+    readable by its owner alone. OSError if it cannot be written; then one that was there stays as it is."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.touch()
+        mode = partial.stat().st_mode
+        save_file(dict(tensors), partial, dict(metadata))
+        if partial.stat().st_mode != mode:  # where all files have the same rights, they cannot be changed either
+            partial.chmod(mode)
+        fsync_path(partial)
+        partial.replace(path)
+    except (SafetensorError, OSError) as error:
+        partial.unlink(missing_ok=True)  # others need the room
+        if isinstance(error, OSError):
+            raise
+        number = re.search(r"os error (\d+)", str(error))  # of the system, in the words of the library
+        code = int(number[1]) if number else 0
+        raise OSError(code, os.strerror(code) if code else str(error), str(path)) from None
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import shutil
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from skippipe.checkpoint.adapters import read_base
-from skippipe.checkpoint.bridges_file import BRIDGES_FILE, write_bridges
-from skippipe.checkpoint.format import run_field
+from skippipe.checkpoint.bridges_file import write_bridges
+from skippipe.checkpoint.format import run_field, save_tensors
 from skippipe.checkpoint.model_card import CARD_FILE, ModelCard, special_ids
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import TextTokenizer
-from skippipe.errors import UserError, require
+from skippipe.errors import UserError, first_line, require
 from skippipe.json_fields import fsync_path
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import merged
@@ -95,7 +90,7 @@ class ModelFolder:
         weights = {name: each.to(self.dtype).contiguous() for name, each in trained.items()}
         file = f"model-{stage + 1:05d}-of-{len(self.layers):05d}.safetensors"
         if self._where.get(next(iter(weights))) != file:  # else it is there: what failed came after it
-            _save(weights, self._unfinished / file, {"format": "pt", **run_field(self.run_id)})
+            save_tensors(weights, self._unfinished / file, {"format": "pt", **run_field(self.run_id)})
             self._where |= dict.fromkeys(weights, file)
             self._bytes += self.dtype.itemsize * sum(each.numel() for each in weights.values())
         if stage + 1 == len(self.layers):
@@ -144,34 +139,13 @@ class ModelFolder:
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         if self._bridges:
             held = [self._bridges[stage] for stage in sorted(self._bridges)]
-            with _os_errors(self._unfinished / BRIDGES_FILE):
-                write_bridges(self._unfinished, self.layers, held, dtype=self.dtype)
+            write_bridges(self._unfinished, self.layers, held, dtype=self.dtype)
         for path in self._unfinished.iterdir():
             fsync_path(path)
         for path in sorted(self._unfinished.iterdir()):
             path.replace(self.folder / path.name)
         self._unfinished.rmdir()
         fsync_path(self.folder)
-
-
-def _save(weights: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-    with _os_errors(path):
-        save_file(weights, path, metadata=metadata)
-        fsync_path(path)
-
-
-@contextlib.contextmanager
-def _os_errors(path: Path) -> Iterator[None]:
-    """Errors of the library while a file is written become those of the system, and the file is removed."""
-    try:
-        yield
-    except (SafetensorError, OSError) as error:
-        path.unlink(missing_ok=True)  # others need the room
-        if isinstance(error, OSError):
-            raise
-        number = re.search(r"os error (\d+)", str(error))  # of the system, in the words of the library
-        code = int(number[1]) if number else 0
-        raise OSError(code, os.strerror(code) if code else str(error), str(path)) from None
 
 
 def hub_api(name: str) -> Any:
@@ -194,9 +168,8 @@ def push(api: Any, folder: Path, name: str, *, private: bool) -> str:
             repo_id=address.repo_id, folder_path=str(folder), commit_message="Model trained with SkipPipe"
         )
     except Exception as error:  # of the network, the hub, or its library
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"--push: the Hugging Face hub did not take '{name}': {reason}; the model is in {folder}, and where there "
-            f"is a network, 'hf upload {name} {folder}' uploads it"
+            f"--push: the Hugging Face hub did not take '{name}': {first_line(error)}; the model is in {folder}, and "
+            f"where there is a network, 'hf upload {name} {folder}' uploads it"
         ) from None
     return str(address)

@@ -16,10 +16,11 @@ import typer
 from skippipe.cli.options import (
     Checkpoint,
     Cut,
-    Device,
+    Devices,
     Draws,
     Dtype,
     Json,
+    JsonFile,
     Overwrite,
     ResidualScale,
     ResidualScaleOrBest,
@@ -78,11 +79,9 @@ def evaluate(
     ] = False,
     residual_scale: ResidualScaleOrBest = "plain",
     cut: Cut = None,
-    device: Device = "cpu",
+    device: Devices = "cpu",
     dtype: Dtype = "fp32",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write what --json prints to this file.")
-    ] = None,
+    output: JsonFile = None,
     png: Annotated[Path | None, option(OUTPUT, "Draw perplexity by share of stages kept.", metavar="OUT")] = None,
     html: Annotated[
         Path | None, option(OUTPUT, "The same and the tables as a page that needs no other file.", metavar="OUT")
@@ -189,10 +188,8 @@ def score(
             "as the model's config says",
         ),
     ] = None,
-    device: Device = "cpu",
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write what --json prints to this file.")
-    ] = None,
+    device: Devices = "cpu",
+    output: JsonFile = None,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -221,13 +218,14 @@ def score(
     if write and not overwrite:
         check_empty(write, "--overwrite replaces what is written; or name another folder")
     check_draws(draws, keep, 1)
+    from skippipe.data.questions import Prose
     from skippipe.inference.checkpoint_loader import load
     from skippipe.lm_harness.adapter import SubsetLM
     from skippipe.lm_harness.adapter import score as scored
-    from skippipe.lm_harness.tasks import Prose, build_tasks, parse_names, write_tasks
+    from skippipe.lm_harness.tasks import build_tasks, parse_names, write_tasks
     from skippipe.stage_subset import parse_subsets
 
-    built = build_tasks(parse_names(tasks), Prose(text), seed, limit)
+    built = build_tasks(parse_names(tasks), Prose.read(text), seed, limit)
     staged = load(checkpoint, cut, device, context)
     subsets = parse_subsets(len(staged.stages), stages or (), keep or (), residual_scale, draws, seed)
     with TemporaryDirectory() as scratch, count_progress() as progress:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli.options import Checkpoint, Cut, Device, Dtype, Keep, ResidualScale, Stages, option, work_option
+from skippipe.cli.options import Checkpoint, Cut, Devices, Dtype, Keep, ResidualScale, Stages, option, work_option
 from skippipe.errors import UserError
 from skippipe.value_ranges import CONTEXT, SEED, Range
 
@@ -83,7 +83,7 @@ def generate(
             "as the model's config says",
         ),
     ] = None,
-    device: Device = "cpu",
+    device: Devices = "cpu",
     dtype: Dtype = "fp32",
     stats: Annotated[bool, work_option("Print at the end, on stderr, how fast it was.", None, "--stats")] = False,
 ) -> None:

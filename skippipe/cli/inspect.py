@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -86,7 +87,8 @@ def _relayed(found: Cluster, bytes_per_s: float, names: str | None) -> Cluster:
     wanted = list(found.number) if names is None else [name.strip() for name in names.split(",")]
     if unknown := [name for name in wanted if name not in found.number]:
         raise UserError(f"--relayed: '{unknown[0]}' is no node of '{found.name}'; there are {', '.join(found.number)}")
-    return with_relay(found, [found.number[name] for name in wanted], bytes_per_s)
+    pairs = {frozenset(pair) for pair in combinations(sorted({found.number[name] for name in wanted}), 2)}
+    return with_relay(found, pairs, bytes_per_s)
 
 
 def _show_cluster(found: Cluster) -> None:

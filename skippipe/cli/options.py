@@ -64,6 +64,7 @@ ClusterName = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else.")]
+JsonFile = Annotated[Path | None, typer.Option("--output", "-o", help="Write what --json prints to this file.")]
 Overwrite = Annotated[
     bool, typer.Option("--overwrite", help="Replace output files that are there already, which is refused otherwise.")
 ]
@@ -76,8 +77,8 @@ ContentionOnly = Annotated[
     bool | None,
     typer.Option(
         "--contention-only/--full-timing",
-        help="The study's model of time: links carry any number of transfers at once, and the iteration ends with the "
-        "last backward. Or everything: transfers on a link queue, averaging and optimizer step are counted.",
+        help="The timing of the SkipPipe paper: links carry any number of transfers at once, and the iteration ends "
+        "with the last backward. Or everything: transfers on a link queue, averaging and optimizer step are counted.",
         show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
@@ -124,6 +125,15 @@ Keys = Annotated[
     Path | None, nodes_option("Nodes join from other machines ('skippipe node'): the folder that 'skippipe keys' made.")
 ]
 Device = Annotated[str, work_option("cpu, cuda or cuda:N.")]
+Devices = Annotated[
+    str,
+    work_option(
+        "cpu, cuda, cuda:N, or several that layers are spread over: cuda:N-M, cpu:K. cuda: as many as are needed.",
+        None,
+        "--device",
+        "--devices",
+    ),
+]
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
 
 

@@ -46,7 +46,7 @@ REPORTED_GAIN = 0.01  # of the iteration
 StrategyName = Annotated[
     Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"],
     search_option(
-        "best (optimises everything at once), skippipe (the study's method), no-tc2 (the same, ignores collisions), "
+        "best (optimises everything at once), skippipe (as in its paper), no-tc2 (the same, ignores collisions), "
         "dtfm-skip (round robin, ignores the network), dtfm (full pipeline, nothing skipped)."
     ),
 ]

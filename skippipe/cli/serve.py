@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skippipe import __version__
-from skippipe.cli.options import Checkpoint, Cut, Device, Dtype, Keys, nodes_option, option, part_option, work_option
+from skippipe.cli.options import Checkpoint, Cut, Devices, Dtype, Keys, nodes_option, option, part_option, work_option
 from skippipe.codecs import CodecId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
@@ -60,7 +60,7 @@ def serve(
     heartbeat: Annotated[
         float, HEARTBEAT_S, nodes_option("Seconds without a heartbeat after which a node is declared dead.")
     ] = TIMEOUT_S,
-    device: Device = "cpu",
+    device: Devices = "cpu",
     dtype: Dtype = "fp32",
     wire: Annotated[CodecId | None, work_option("Type of hidden states between nodes.", "like --dtype")] = None,
     threads: Annotated[int, THREADS, work_option("Threads of a node.")] = 1,
@@ -152,14 +152,14 @@ def serve(
 
     torch.set_num_threads(1)  # nodes are forked from here
     from skippipe.inference.checkpoint_loader import fingerprint, read_outline
-    from skippipe.model.model_spec import check_device
+    from skippipe.model.model_spec import parse_devices
     from skippipe.planner.problem_spec import cluster_named
     from skippipe.serving.launcher import ServeApp, ServeConfig
     from skippipe.serving.node import ServingConfig
     from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages
 
     if keys is None:
-        check_device(device)
+        parse_devices(device)
     outline = read_outline(checkpoint, cut)
     model_config, layers, known = outline.spec.config, outline.layers, cluster_named(cluster)[0] if cluster else None
     max_context = context or model_config.max_position_embeddings

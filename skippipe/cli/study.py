@@ -89,16 +89,17 @@ def report(
 
     Writes tables.md, report.html (interactive, needs no other file) and PNGs, and prints the first table. What an
     iteration takes is planned for every variant and length of path, some 30 s each, and kept in times.json beside the
-    results; later reports take it from there.
+    results (times-full.json with full timing); later reports take it from there.
 
     Example: skippipe study report results.jsonl --study study.toml -o report
     """
     if not overwrite:
         check_empty(output, "--overwrite replaces what is written; or name another folder")
     from skippipe.study.config import load_study, read_results
-    from skippipe.study.planned_time import planned_times
+    from skippipe.study.planned_time import planned_times, times_file
     from skippipe.study.plots import write_page, write_pictures
-    from skippipe.study.tables import all_tables, outdated_variants, runs_of
+    from skippipe.study.results import outdated_variants, runs_of
+    from skippipe.study.tables import all_tables
 
     wanted = load_study(study)
     missing = [path for path in results if not path.exists()]
@@ -114,7 +115,7 @@ def report(
     planned = None
     if not no_times:
         with _plans_bar() as progress:
-            planned = planned_times(wanted, results[0].parent / "times.json", progress)
+            planned = planned_times(wanted, times_file(results[0].parent, wanted.planned), progress)
     tables = all_tables(runs, planned)
     title = f"Study '{wanted.name}'"
     sections = [f"# {title}\n", *([f"{warning}\n"] if warning else []), *(table.markdown() for table in tables)]

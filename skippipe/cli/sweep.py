@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
-
 from skippipe.cli.options import (
     Budget,
     ClusterName,
     Json,
+    JsonFile,
     Overwrite,
     ProblemOptions,
     Seed,
@@ -75,9 +74,7 @@ def sweep(
             metavar="NATS",
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write what --json prints to this file.")
-    ] = None,
+    output: JsonFile = None,
     strategy: SkippingStrategy = "best",
     budget: Budget = 20,
     seed: Seed = 0,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import ChainMap
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 from skippipe.codecs.bf16 import Bf16
@@ -17,9 +18,10 @@ from skippipe.codecs.fp8 import Fp8, Fp8E5m2
 from skippipe.codecs.fp32 import Fp32
 from skippipe.codecs.int2 import Int2
 from skippipe.codecs.int4 import Int4, Int4Stochastic, Int4Tile32, Int4Tile32Stochastic
+from skippipe.codecs.int4_rank8 import Int4Rank8, Int4Rank8Stochastic
 from skippipe.codecs.int6 import Int6, Int6Stochastic
 from skippipe.codecs.int8 import Int8
-from skippipe.codecs.interface import Buffer, Codec, EncodedTensor
+from skippipe.codecs.interface import Buffer, Codec, EncodedTensor, compile_on_device
 from skippipe.codecs.low_rank import LowRank
 
 if TYPE_CHECKING:
@@ -38,8 +40,11 @@ __all__ = [
     "EncodedTensor",
     "GradientsId",
     "LowRank",
+    "compared_bytes",
+    "compile_on_device",
     "decode",
     "encode",
+    "encode_and_decode",
     "gradient_codec",
     "smaller_than",
     "smallest",
@@ -60,6 +65,8 @@ CODECS: dict[str, Codec] = {
         Int6Stochastic(),
         Int4Tile32(),
         Int4Tile32Stochastic(),
+        Int4Rank8(),
+        Int4Rank8Stochastic(),
     )
 }
 
@@ -70,7 +77,7 @@ if not TYPE_CHECKING:
     CodecId = Literal[tuple(CODECS)]  # what a job file or an option may say; a type checker takes any text
     GradientsId = Literal[tuple(GRADIENTS)]
 
-COMPARED_VALUES = 2**20  # of a tensor by which the sizes of codecs are compared
+COMPARED_SHAPE = (1024, 1024)  # of a tensor by which the sizes of codecs are compared
 
 
 def encode(tensor: torch.Tensor, codec: str, *, share: bool = False) -> EncodedTensor:
@@ -82,10 +89,30 @@ def encode(tensor: torch.Tensor, codec: str, *, share: bool = False) -> EncodedT
     assert sys.byteorder == "little"
     if not tensor.is_floating_point() or not tensor.numel():
         raise ValueError(f"a tensor of floats that is not empty is needed, found {list(tensor.shape)} {tensor.dtype}")
-    raw = CODECS[codec].encode(tensor.detach().reshape(-1)).cpu()
-    if not share and raw.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-        raw = raw.clone()
-    return EncodedTensor(codec, tuple(tensor.shape), raw.numpy().data)
+    raw = CODECS[codec].encode_tensor(tensor)
+    return EncodedTensor(codec, tuple(tensor.shape), _on_host(raw, None if share else tensor).numpy().data)
+
+
+def encode_and_decode(tensor: torch.Tensor, codec: str) -> tuple[EncodedTensor, torch.Tensor]:
+    """As `encode`; and what `decode` makes of it, on the device of the tensor: only bytes go from there to the host.
+
+    Of a lossless codec the second is the tensor itself."""
+    coder = CODECS[codec]
+    raw, shape = coder.encode_tensor(tensor), tuple(tensor.shape)
+    back = tensor if coder.lossless else coder.decode_tensor(raw, shape).float()
+    return EncodedTensor(codec, shape, _on_host(raw, tensor).numpy().data), back
+
+
+def _on_host(raw: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+    """Bytes in host memory, apart from those of the tensor that was `given`: from a GPU in pinned memory, which torch
+    keeps and uses again."""
+    import torch
+
+    if raw.is_cuda:
+        return torch.empty(raw.shape, dtype=raw.dtype, pin_memory=True).copy_(raw)
+    raw = raw.cpu()
+    shared = given is not None and raw.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return raw.clone() if shared else raw
 
 
 def decode(
@@ -94,10 +121,10 @@ def decode(
     """A float32 tensor, or one of `dtype`, in memory of its own: a received buffer is free once this returns."""
     import torch
 
-    raw = torch.empty(encoded.nbytes, dtype=torch.uint8)
+    raw = torch.empty(encoded.nbytes, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
     raw.numpy().data[:] = encoded.data  # torch.frombuffer would share the buffer, and warn where it is read-only
-    flat = CODECS[encoded.dtype].decode(raw.to(device), encoded.values)
-    return flat.to(dtype or torch.float32).reshape(encoded.shape)
+    raw = raw.to(device, non_blocking=True)
+    return CODECS[encoded.dtype].decode_tensor(raw, encoded.shape).to(dtype or torch.float32)
 
 
 def gradient_codec(codec: str) -> str:
@@ -107,14 +134,18 @@ def gradient_codec(codec: str) -> str:
 
 def smallest(ids: Iterable[str]) -> str:
     """The codec with the fewest bytes; the first of several."""
-    return min(ids, key=_size)
+    return min(ids, key=compared_bytes)
 
 
 def smaller_than(codec: str, among: Iterable[str] = CODECS) -> str | None:
     """Of the codecs for hops, the largest that makes clearly fewer bytes than this one: three quarters at most."""
-    fewer = [each for each in among if CODECS[each].for_hops and 4 * _size(each) <= 3 * _size(codec)]
-    return max(fewer, key=_size, default=None)
+    fewer = [each for each in among if CODECS[each].for_hops and 4 * compared_bytes(each) <= 3 * compared_bytes(codec)]
+    return max(fewer, key=compared_bytes, default=None)
 
 
-def _size(codec: str) -> int:
-    return GRADIENTS[codec].expected_bytes(COMPARED_VALUES)
+def compared_bytes(codec: str) -> int:
+    """Bytes of a tensor by which codecs are compared, also those of weight gradients alone."""
+    found = GRADIENTS[codec]
+    return (
+        found.expected_bytes(prod(COMPARED_SHAPE)) if isinstance(found, LowRank) else found.tensor_bytes(COMPARED_SHAPE)
+    )

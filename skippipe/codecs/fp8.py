@@ -9,9 +9,10 @@ it gets b = 255 and comes back as NaN throughout.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from skippipe.codecs.interface import Codec, in_blocks, kernels_for
+from skippipe.codecs.interface import BlockCodec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,59 +21,48 @@ BLOCK = 128  # values that share one scale
 NOT_FINITE = 255
 
 
-class Fp8(Codec):
+class Fp8(BlockCodec):
     """4 bits of exponent, 3 of mantissa: numbers up to 448 = 1.75 · 2⁸."""
 
     id = "fp8"
     number = 5
     error_bound = f"1/16 of the value, or 2⁻¹⁷ of the largest magnitude among {BLOCK} neighbouring values"
     error_feedback = True
+    block = BLOCK
+    scale_bytes = 1
     torch_dtype: ClassVar[str] = "float8_e4m3fn"
     mantissa_bits: ClassVar[int] = 3
     largest_exponent: ClassVar[int] = 8
     """Of the largest number, which is 1.75 times this power of two."""
 
-    def expected_bytes(self, values: int) -> int:
-        return values + -(-values // BLOCK)
-
-    def encode(self, flat: Tensor) -> Tensor:
+    def encode_blocks(self, blocks: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         import torch
 
-        values, dtype = flat.numel(), getattr(torch, self.torch_dtype)
-        raw = torch.empty(self.expected_bytes(values), dtype=torch.uint8, device=flat.device)
-        whole = 0
-        if kernels := kernels_for(flat, values):
-            whole = values // BLOCK * BLOCK
-            scales = raw[values:][: whole // BLOCK].numpy()
-            kernels.encode_fp8(
-                kernels.as_array(flat), self.mantissa_bits, self.largest_exponent, kernels.as_array(raw), scales
-            )
-        for start, block in in_blocks(flat[whole:].to(torch.float32), BLOCK):
-            start += whole
-            largest = block.abs().amax(dim=1, keepdim=True)
-            # The exponent of fp32, one more where the mantissa is above 1.75.
-            exponent = (largest.view(torch.int32) + 0x1FFFFF) >> 23
-            finite = largest.isfinite()
-            biased = (exponent - self.largest_exponent).clamp(min=1).where(finite, NOT_FINITE)
-            factor = ((254 - biased) << 23).view(torch.float32).where(finite, torch.nan)
-            raw[start : start + block.numel()].view(dtype).copy_((block * factor).view(-1))
-            raw[values + start // BLOCK :][: len(block)].copy_(biased.view(-1))
-        return raw
+        blocks = blocks.to(torch.float32)
+        largest = blocks.abs().amax(dim=1, keepdim=True)
+        # The exponent of fp32, one more where the mantissa is above 1.75.
+        exponent = (largest.view(torch.int32) + 0x1FFFFF) >> 23
+        finite = largest.isfinite()
+        biased = (exponent - self.largest_exponent).clamp(min=1).where(finite, NOT_FINITE)
+        factor = ((254 - biased) << 23).view(torch.float32).where(finite, torch.nan)
+        codes = (blocks * factor).to(getattr(torch, self.torch_dtype))
+        return codes.view(torch.uint8), biased.to(torch.uint8)
 
-    def decode(self, raw: Tensor, values: int) -> Tensor:
+    def decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         import torch
 
-        dtype = getattr(torch, self.torch_dtype)
-        if kernels := kernels_for(raw, values):
-            flat, table = torch.empty(values), torch.arange(256, dtype=torch.uint8).view(dtype).float()
-            kernels.decode_fp8(raw.numpy(), raw[values:].numpy(), table.numpy(), flat.numpy())
-            return flat
-        flat = raw[:values].view(dtype).to(torch.float32)
-        biased = raw[values:].to(torch.int32)
-        scales = (biased << 23).view(torch.float32).where(biased < NOT_FINITE, torch.nan)
-        for start, block in in_blocks(flat, BLOCK):
-            block.mul_(scales[start // BLOCK :][: len(block)].unsqueeze(1))
-        return flat
+        biased = scales.to(torch.int32)
+        scale = (biased << 23).view(torch.float32).where(biased < NOT_FINITE, torch.nan)
+        return codes.view(getattr(torch, self.torch_dtype)).to(torch.float32) * scale
+
+    def encode_compiled(self, kernels: ModuleType, values: Any, codes: Any, scales: Any) -> None:
+        kernels.encode_fp8(values, self.mantissa_bits, self.largest_exponent, codes, scales)
+
+    def decode_compiled(self, kernels: ModuleType, codes: Any, scales: Any, values: Any) -> None:
+        import torch
+
+        table = torch.arange(256, dtype=torch.uint8).view(getattr(torch, self.torch_dtype)).float()
+        kernels.decode_fp8(codes, scales, table.numpy(), values)
 
 
 class Fp8E5m2(Fp8):

@@ -23,7 +23,7 @@ from abc import abstractmethod
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from skippipe.codecs.interface import SMALLEST_SCALE, Codec, kernels_for
+from skippipe.codecs.interface import SMALLEST_SCALE, BlockCodec, bytes_of, divided, kernels_for, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,13 +33,13 @@ SCALE_BYTES = 2
 CHUNK_TILES = 2**12  # that a CPU works on at a time, to stay in its cache
 
 
-class HadamardCodec(Codec):
+class HadamardCodec(BlockCodec):
     """A codec that rounds the coefficients of rotated tiles."""
 
-    bits: ClassVar[int]
-    """Of a code."""
-    tile: ClassVar[int] = TILE
+    block: ClassVar[int] = TILE
     """Values of a tile: a power of two."""
+    scale_bytes = SCALE_BYTES
+    filled_up = True
 
     @abstractmethod
     def quantized(self, rotated: Tensor, first: int) -> tuple[Tensor, Tensor]:
@@ -51,51 +51,50 @@ class HadamardCodec(Codec):
     def levels(self, codes: Tensor) -> Tensor:
         """What codes stand for, as int8 or int16, whose sums over a tile fit into int16."""
 
-    @abstractmethod
-    def encode_compiled(self, kernels: ModuleType, values: Any, packed: Any, scales: Any) -> None:
-        """What `quantized` does to whole tiles of TILE values from the first one on, and packs their codes."""
-
     @property
     def widths(self) -> tuple[int, ...]:
         """Bits of the parts of a code that are packed one after another."""
         return (4, 2) if self.bits == 6 else (self.bits,)
 
-    def expected_bytes(self, values: int) -> int:
-        return -(-values // self.tile) * (self.tile * self.bits // 8 + SCALE_BYTES)
+    def kernels(self, tensor: Tensor, values: int) -> ModuleType | None:
+        return kernels_for(tensor, values) if self.block == TILE else None
 
-    def encode(self, flat: Tensor) -> Tensor:
+    def decode_compiled(self, kernels: ModuleType, codes: Any, scales: Any, values: Any) -> None:
+        kernels.decode_levels(codes, scales.view("uint16"), self.bits, values)
+
+    def encode_blocks(self, blocks: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
         import torch
 
-        tiles, row = -(-flat.numel() // self.tile), self.tile * self.bits // 8
-        raw = torch.empty(self.expected_bytes(flat.numel()), dtype=torch.uint8, device=flat.device)
-        packed, scales = raw[: tiles * row].view(tiles, row), raw[tiles * row :].view(torch.bfloat16)
-        whole = 0
-        if self.tile == TILE and (kernels := kernels_for(flat, flat.numel())):
-            whole, given = flat.numel() // TILE, kernels.as_array(flat)
-            self.encode_compiled(kernels, given, kernels.as_array(raw), kernels.as_array(scales[:whole]))
-        for first, count in self._chunks(whole, tiles, flat):
-            part = flat[first * self.tile : (first + count) * self.tile]
-            if part.numel() < count * self.tile:
-                part = torch.nn.functional.pad(part, (0, count * self.tile - part.numel()))
-            codes, scale = self.quantized(_rotated(part.view(count, self.tile)), first)
-            packed[first : first + count].copy_(self._packed(codes).t())
-            scales[first : first + count].copy_(scale)
-        return raw
+        if not _in_chunks(blocks):
+            return self._encode_tiles(blocks, first)
+        size = CHUNK_TILES * TILE // self.block
+        starts = range(0, len(blocks), size)
+        made = [self._encode_tiles(blocks[start : start + size], first + start) for start in starts]
+        codes, scales = zip(*made, strict=True)
+        return torch.cat(codes), torch.cat(scales)
 
-    def decode(self, raw: Tensor, values: int) -> Tensor:
+    def decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         import torch
 
-        tiles, row = -(-values // self.tile), self.tile * self.bits // 8
-        packed, scales = raw[: tiles * row].view(tiles, row), raw[tiles * row :].view(torch.bfloat16)
-        flat = torch.empty(tiles, self.tile, device=raw.device)
-        if self.tile == TILE and (kernels := kernels_for(raw, values)):
-            kernels.decode_levels(kernels.as_array(raw), kernels.as_array(scales), self.bits, flat.view(-1).numpy())
-            return flat.view(-1)[:values]
-        for first, count in self._chunks(0, tiles, raw):
-            codes = self._unpacked(packed[first : first + count].t().contiguous())
-            rotated_back = _rotated_back(self.levels(codes))
-            torch.mul(rotated_back, scales[first : first + count].float().unsqueeze(1), out=flat[first : first + count])
-        return flat.view(-1)[:values]
+        if not _in_chunks(codes):
+            return self._decode_tiles(codes, scales)
+        flat, size = torch.empty(len(codes), self.block), CHUNK_TILES * TILE // self.block
+        for start in range(0, len(codes), size):
+            here = slice(start, start + size)
+            flat[here] = self._decode_tiles(codes[here], scales[here])
+        return flat
+
+    def _encode_tiles(self, tiles: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        import torch
+
+        codes, scale = self.quantized(_rotated(tiles), first)
+        return self._packed(codes).t(), bytes_of(scale.view(torch.int32) >> 16, SCALE_BYTES)
+
+    def _decode_tiles(self, codes: Tensor, scales: Tensor) -> Tensor:
+        import torch
+
+        levels = self.levels(self._unpacked(codes.t()))
+        return _rotated_back(levels) * (words_of(scales) << 16).view(torch.float32).unsqueeze(1)
 
     def _packed(self, codes: Tensor) -> Tensor:
         """Codes [tile, tiles] as the bytes of each tile, in columns."""
@@ -115,19 +114,23 @@ class HadamardCodec(Codec):
         """Codes [tile, tiles] from the bytes of each tile, in columns."""
         import torch
 
-        codes, shift = None, 0
-        parts = torch.split(columns, [self.tile * width // 8 for width in self.widths])
+        codes: Tensor | None = None
+        shift = 0
+        parts = torch.split(columns, [self.block * width // 8 for width in self.widths])
         for width, together in zip(self.widths, parts, strict=True):
-            part = torch.cat([(together >> place) & (2**width - 1) for place in range(0, 8, width)])
+            places = torch.arange(0, 8, width, dtype=torch.uint8, device=columns.device).view(-1, 1, 1)
+            part: Tensor = ((together >> places) & (2**width - 1)).reshape(self.block, -1)
             codes = part if codes is None else codes + (part << shift)
             shift += width
         assert codes is not None
         return codes
 
-    def _chunks(self, start: int, tiles: int, where: Tensor) -> list[tuple[int, int]]:
-        """(first tile, number of tiles): all at once but on a CPU."""
-        size = CHUNK_TILES * TILE // self.tile if where.device.type == "cpu" else tiles
-        return [(first, min(size, tiles - first)) for first in range(start, tiles, size)]
+
+def _in_chunks(tensor: Tensor) -> bool:
+    """Whether tiles are worked on a few at a time: on a CPU, to stay in its cache."""
+    import torch
+
+    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def sound_scales(scale: Tensor) -> Tensor:
@@ -140,7 +143,7 @@ def sound_scales(scale: Tensor) -> Tensor:
 
 def inverse(scale: Tensor, factor: float) -> Tensor:
     """1 / (scale · factor), and 0 where the scale is 0 or NaN."""
-    return (1 / (scale * factor)).where(scale > 0, 0.0)
+    return divided(1.0, scale * factor).where(scale > 0, 0.0)
 
 
 def _rotated(tiles: Tensor) -> Tensor:
@@ -148,6 +151,8 @@ def _rotated(tiles: Tensor) -> Tensor:
     import torch
 
     tile = tiles.shape[1]
+    if torch.compiler.is_compiling():
+        return _expanded(tiles.float() * _signs(tile, tiles).float()).t()
     if tiles.device.type == "cpu":
         return _butterflies((tiles * _signs(tile, tiles).float()).t().contiguous())
     with torch.autocast(tiles.device.type, enabled=False):
@@ -159,11 +164,27 @@ def _rotated_back(levels: Tensor) -> Tensor:
     import torch
 
     tile = len(levels)
+    if torch.compiler.is_compiling():
+        return _expanded(levels.t().to(torch.int16)) * _signs(tile, levels).to(torch.int16)
     if levels.device.type == "cpu":
         signs = _signs(tile, levels).to(torch.int16)
         return (_butterflies(levels.to(torch.int16)) * signs.unsqueeze(1)).t().contiguous()
     with torch.autocast(levels.device.type, enabled=False):
         return torch.mm(levels.float().t(), _matrix(tile, levels))
+
+
+def _expanded(rows: Tensor) -> Tensor:
+    """H of each row, for torch.compile: each step is one expression, sums are taken in the order of `_butterflies`, and
+    several steps become one kernel (see `interface.COMPILE_OPTIONS`)."""
+    import torch
+
+    tile, distance = rows.shape[1], 1
+    signs = (1 - 2 * torch.arange(2, device=rows.device)).to(rows.dtype).unsqueeze(1)
+    while distance < tile:
+        pairs = rows.reshape(-1, tile // (2 * distance), 2, distance)
+        rows = (pairs[:, :, :1] + pairs[:, :, 1:] * signs).reshape(-1, tile)
+        distance *= 2
+    return rows
 
 
 def _butterflies(columns: Tensor) -> Tensor:

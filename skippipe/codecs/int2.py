@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from skippipe.codecs.hadamard import TILE, HadamardCodec, inverse, sound_scales
-from skippipe.codecs.interface import SMALLEST_SCALE
+from skippipe.codecs.interface import SMALLEST_SCALE, divided
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ class Int2(HadamardCodec):
         import torch
 
         largest = rotated.abs().amax(0)
-        squares = (rotated * (1 / largest).where(largest >= SMALLEST_SCALE, 0.0)).square_()
+        squares = (rotated * divided(1.0, largest).where(largest >= SMALLEST_SCALE, 0.0)).square_()
         while len(squares) > 1:  # in this order on every device
             half = len(squares) // 2
             squares = squares[:half] + squares[half:]
@@ -41,8 +41,8 @@ class Int2(HadamardCodec):
         codes = rotated.mul_(inverse(scale, TILE * BORDER)).add_(2).clamp_(0, 3)
         return codes.to(torch.uint8), scale
 
-    def encode_compiled(self, kernels: ModuleType, values: Any, packed: Any, scales: Any) -> None:
-        kernels.encode_int2(values, UNIT / TILE**1.5, TILE * BORDER, packed, scales)
+    def encode_compiled(self, kernels: ModuleType, values: Any, codes: Any, scales: Any) -> None:
+        kernels.encode_int2(values, UNIT / TILE**1.5, TILE * BORDER, codes, scales.view("uint16"))
 
     def levels(self, codes: Tensor) -> Tensor:
         import torch

@@ -49,10 +49,10 @@ class Int4(HadamardCodec):
         import torch
 
         largest = rotated.abs().amax(0)
-        scale = sound_scales(largest * (ROUNDED_UP / (self.highest * self.tile)))
-        steps = rotated.mul_(inverse(scale, 2 * self.tile)).add_(2.0 ** (self.bits - 1))  # int4: now 0.5 … 15.5
+        scale = sound_scales(largest * (ROUNDED_UP / (self.highest * self.block)))
+        steps = rotated.mul_(inverse(scale, 2 * self.block)).add_(2.0 ** (self.bits - 1))  # int4: now 0.5 … 15.5
         if self.stochastic:
-            steps.add_(_noise(self.tile, scale, first), alpha=2.0**-16)
+            steps.add_(_noise(self.block, scale, first), alpha=2.0**-16)
         return steps.to(torch.uint8), scale  # whole parts
 
     def levels(self, codes: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class Int4(HadamardCodec):
 
         return 2 * codes.to(torch.int8) - self.highest
 
-    def encode_compiled(self, kernels: ModuleType, values: Any, packed: Any, scales: Any) -> None:
-        unit = ROUNDED_UP / (self.highest * self.tile)
-        kernels.encode_levels(values, self.bits, unit, self.stochastic, packed, scales)
+    def encode_compiled(self, kernels: ModuleType, values: Any, codes: Any, scales: Any) -> None:
+        unit = ROUNDED_UP / (self.highest * self.block)
+        kernels.encode_levels(values, self.bits, unit, self.stochastic, codes, scales.view("uint16"))
 
 
 class Int4Stochastic(Int4):
@@ -79,14 +79,14 @@ class Int4Tile32(Int4):
     number = 12
     error_bound = error_bound(32, 14)
     gradients = "int4-tile32-stochastic"
-    tile = 32
+    block = 32
 
 
 class Int4Tile32Stochastic(Int4Stochastic):
     id = "int4-tile32-stochastic"
     number = 13
     error_bound = error_bound(32, 7)
-    tile = 32
+    block = 32
 
 
 def _noise(tile: int, scale: Tensor, first: int) -> Tensor:
@@ -95,11 +95,11 @@ def _noise(tile: int, scale: Tensor, first: int) -> Tensor:
 
     places = torch.arange(tile, dtype=torch.int32, device=scale.device).unsqueeze(1)
     tiles = torch.arange(first, first + len(scale), dtype=torch.int32, device=scale.device)
-    noise = _mixed(places) ^ _mixed(scale.view(torch.int32) ^ _mixed(tiles + tile))
+    noise = mixed(places) ^ mixed(scale.view(torch.int32) ^ mixed(tiles + tile))
     return (noise + 2 * noise * noise) >> 16  # as in RC6, one to one before the shift
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def mixed(numbers: Tensor) -> Tensor:
     """A hash of 32 bits, one to one (lowbias32 of hash-prospector); shifts are as those of unsigned numbers."""
     numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * 0x21F0AAAD
     numbers = (numbers ^ ((numbers >> 15) & 0x1FFFF)) * 0x735A2D97

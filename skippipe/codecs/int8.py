@@ -7,9 +7,10 @@ infinity in it gets the scale NaN and comes back as NaN throughout, so that a si
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from skippipe.codecs.interface import SMALLEST_SCALE, Codec, in_blocks, kernels_for
+from skippipe.codecs.interface import SMALLEST_SCALE, BlockCodec, bytes_of, divided, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,46 +18,31 @@ if TYPE_CHECKING:
 BLOCK = 128  # values that share one scale
 
 
-class Int8(Codec):
+class Int8(BlockCodec):
     id = "int8"
     number = 4
     error_bound = f"1/254 of the largest magnitude among {BLOCK} neighbouring values"
     error_feedback = True
+    block = BLOCK
+    scale_bytes = 4
 
-    def expected_bytes(self, values: int) -> int:
-        return values + 4 * -(-values // BLOCK)
-
-    def encode(self, flat: Tensor) -> Tensor:
+    def encode_blocks(self, blocks: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         import torch
 
-        values = flat.numel()
-        raw = torch.empty(self.expected_bytes(values), dtype=torch.uint8, device=flat.device)
-        scales = []
-        whole = 0
-        if kernels := kernels_for(flat, values):
-            whole = values // BLOCK * BLOCK
-            scales.append(torch.empty(whole // BLOCK))
-            kernels.encode_int8(kernels.as_array(flat), kernels.as_array(raw), scales[0].numpy())
-        for start, block in in_blocks(flat[whole:].to(torch.float32), BLOCK):
-            start += whole
-            scale = block.abs().amax(dim=1, keepdim=True) / 127
-            scale = scale.where(scale.isfinite(), torch.nan).where(~(scale < SMALLEST_SCALE), 0.0)
-            rounded = (block * (1 / scale).where(scale > 0, 0.0)).round_()
-            rounded.nan_to_num_(0, 0, 0)  # what a NaN would become as int8 is up to the processor
-            raw[start : start + block.numel()].view(torch.int8).copy_(rounded.view(-1))
-            scales.append(scale.view(-1))
-        raw[values:].copy_(torch.cat(scales).view(torch.uint8))
-        return raw
+        blocks = blocks.to(torch.float32)
+        scale = divided(blocks.abs().amax(dim=1, keepdim=True), 127)
+        scale = scale.where(scale.isfinite(), torch.nan).where(~(scale < SMALLEST_SCALE), 0.0)
+        whole = (blocks * divided(1.0, scale).where(scale > 0, 0.0)).round()
+        whole = whole.nan_to_num(0, 0, 0)  # what a NaN would become as int8 is up to the processor
+        return whole.to(torch.int8).view(torch.uint8), bytes_of(scale.view(-1).view(torch.int32), 4)
 
-    def decode(self, raw: Tensor, values: int) -> Tensor:
+    def decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
         import torch
 
-        scales = raw[values:].clone().view(torch.float32)  # a clone, because the values may end on any byte
-        if kernels := kernels_for(raw, values):
-            flat = torch.empty(values)
-            kernels.decode_int8(raw.numpy().view("int8"), scales.numpy(), flat.numpy())
-            return flat
-        flat = raw[:values].view(torch.int8).to(torch.float32)
-        for start, block in in_blocks(flat, BLOCK):
-            block.mul_(scales[start // BLOCK :][: len(block)].unsqueeze(1))
-        return flat
+        return codes.view(torch.int8).to(torch.float32) * words_of(scales).view(torch.float32).unsqueeze(1)
+
+    def encode_compiled(self, kernels: ModuleType, values: Any, codes: Any, scales: Any) -> None:
+        kernels.encode_int8(values, codes, scales.view("float32"))
+
+    def decode_compiled(self, kernels: ModuleType, codes: Any, scales: Any, values: Any) -> None:
+        kernels.decode_int8(codes.view("int8"), scales.view("float32"), values)

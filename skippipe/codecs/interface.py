@@ -7,13 +7,14 @@ it must not import torch; `encode`, `decode` and `rounded` may.
 from __future__ import annotations
 
 import os
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,13 @@ LOSSLESS = "lossless"
 SMALLEST_SCALE = 2.0**-126  # below it fp32 runs out of digits; values with such a scale are sent as zeros
 
 COMPILED_FROM = 4096  # values of a tensor: for fewer, nothing has to be compiled or read from disk
+COMPILE_OPTIONS: dict[str, Any] = {
+    "emulate_precision_casts": True,  # or casts to bf16 and back would be left out, and products and sums be one
+    "realize_reads_threshold": 8,  # four steps of a Hadamard product, which read 16 values, go to memory once
+    "realize_opcount_threshold": 2000,
+    "realize_acc_reads_threshold": 64,
+}
+MOST_COMPILED = 64  # forms of a function that torch.compile keeps: codecs share some, each with types of its own
 
 
 class Codec(ABC):
@@ -43,7 +51,7 @@ class Codec(ABC):
     """The codec of the gradients that go back over hops whose activations have this one: as many bytes, but errors of
     another kind. None: the same codec."""
     fixed_size: ClassVar[bool] = True
-    """Whether the number of values alone gives the number of bytes. If not, `malformed` has to be overridden."""
+    """Whether the shape of a tensor alone gives the number of bytes. If not, `malformed` has to be overridden."""
 
     @property
     def lossless(self) -> bool:
@@ -65,9 +73,22 @@ class Codec(ABC):
     def decode(self, raw: Tensor, values: int) -> Tensor:
         """The values of what `encode` made and `malformed` passed, as a one-dimensional tensor of floats."""
 
+    def tensor_bytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes of a tensor of this shape, as `expected_bytes`. A codec for which shapes matter overrides this and the
+        next two; weight gradients, which have none, go without."""
+        return self.expected_bytes(prod(shape))
+
+    def encode_tensor(self, tensor: Tensor) -> Tensor:
+        """A tensor of any shape as one of uint8."""
+        return self.encode(tensor.detach().reshape(-1))
+
+    def decode_tensor(self, raw: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of what `encode_tensor` made."""
+        return self.decode(raw, prod(shape)).reshape(shape)
+
     def rounded(self, tensor: Tensor) -> Tensor:
         """What is left of a tensor after a hop, for a reference that runs all stages in one process."""
-        return self.decode(self.encode(tensor.detach().reshape(-1)), tensor.numel()).reshape(tensor.shape)
+        return self.decode_tensor(self.encode_tensor(tensor), tuple(tensor.shape))
 
     def malformed(self, data: Buffer, shape: tuple[int, ...]) -> str:
         """Why bytes from the network are no tensor of this shape; empty if they are one.
@@ -75,7 +96,7 @@ class Codec(ABC):
         A codec whose size depends on content checks here, without torch, all that its `decode` relies on: offsets,
         indices, counts. No length that stands in the data is to be believed before it is compared with len(data).
         """
-        needed = self.expected_bytes(prod(shape))
+        needed = self.tensor_bytes(shape)
         if len(data) == needed:
             return ""
         return f"{len(data)} bytes; a {self.id} tensor of shape {list(shape)} has {needed}"
@@ -107,11 +128,147 @@ class CastCodec(Codec):
         return tensor.to(getattr(torch, self.torch_dtype))
 
 
-def in_blocks(flat: Tensor, size: int) -> Sequence[tuple[int, Tensor]]:
-    """Rows of whole blocks, then the short one: (position of the first value, a view of two dimensions)."""
-    whole = flat.numel() // size * size
-    parts = ((0, flat[:whole].view(-1, size)), (whole, flat[whole:].view(1, -1)))
-    return [(start, part) for start, part in parts if part.numel()]
+class BlockCodec(Codec):
+    """A codec of blocks: the codes of every block of values come first, then the scales of all.
+
+    `encode_blocks` and `decode_blocks` are functions of tensors alone, without a branch on what is in them and without
+    writing to what they are given: torch.compile makes one or two kernels of each, which run on a GPU where that was
+    asked for (`compile_on_device`). Their divisions and casts round as those of a CPU do, so bytes are the same.
+    """
+
+    block: ClassVar[int]
+    """Values that share a scale."""
+    scale_bytes: ClassVar[int]
+    bits: ClassVar[int] = 8
+    """Of a code."""
+    filled_up: ClassVar[bool] = False
+    """Whether all codes of a short last block are sent, as if zeros followed its values."""
+
+    @abstractmethod
+    def encode_blocks(self, blocks: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """The bytes of the codes [blocks, …] and of the scales [blocks, scale_bytes] of blocks [blocks, block] of any
+        float; `first` is the number of the first one in its tensor."""
+
+    @abstractmethod
+    def decode_blocks(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """Their values, [blocks, block] as fp32."""
+
+    def block_bytes(self) -> int:
+        """Of the codes of a whole block."""
+        return self.block * self.bits // 8
+
+    def codes_bytes(self, values: int) -> int:
+        return -(-values // self.block) * self.block_bytes() if self.filled_up else values * self.bits // 8
+
+    def expected_bytes(self, values: int) -> int:
+        return self.codes_bytes(values) + -(-values // self.block) * self.scale_bytes
+
+    @abstractmethod
+    def encode_compiled(self, kernels: ModuleType, values: Any, codes: Any, scales: Any) -> None:
+        """What `encode_blocks` does, by kernels for a CPU: of whole blocks, as many as there are `scales`; all arrays
+        are flat."""
+
+    @abstractmethod
+    def decode_compiled(self, kernels: ModuleType, codes: Any, scales: Any, values: Any) -> None:
+        """What `decode_blocks` does, by kernels for a CPU; the last block may be short."""
+
+    def kernels(self, tensor: Tensor, values: int) -> ModuleType | None:
+        return kernels_for(tensor, values)
+
+    def encode(self, flat: Tensor) -> Tensor:
+        import torch
+
+        values = flat.numel()
+        if kernels := self.kernels(flat, values):
+            return self._encode_on_cpu(kernels, flat)
+        blocks = _rows(flat, self.block)
+        raw: Tensor = (compiled(self._encoded, blocks) or self._encoded)(blocks)
+        codes, sent = len(blocks) * self.block_bytes(), self.codes_bytes(values)
+        return raw if codes == sent else torch.cat([raw[:sent], raw[codes:]])
+
+    def decode(self, raw: Tensor, values: int) -> Tensor:
+        import torch
+
+        sent = self.codes_bytes(values)
+        scales = raw[sent:].view(-1, self.scale_bytes)
+        if kernels := self.kernels(raw, values):
+            flat = torch.empty(len(scales) * self.block)
+            # a copy, because codes may end on any byte
+            self.decode_compiled(kernels, raw[:sent].numpy(), scales.flatten().clone().numpy(), flat[:values].numpy())
+            return flat[:values]
+        codes = _rows(raw[:sent], self.block_bytes())
+        found: Tensor = (compiled(self.decode_blocks, codes) or self.decode_blocks)(codes, scales)
+        return found.view(-1)[:values]
+
+    def rounded(self, tensor: Tensor) -> Tensor:
+        flat = tensor.detach().reshape(-1)
+        if self.kernels(flat, flat.numel()):
+            return super().rounded(tensor)
+        blocks = _rows(flat, self.block)
+        found: Tensor = (compiled(self._rounded, blocks) or self._rounded)(blocks)
+        return found.view(-1)[: flat.numel()].view(tensor.shape)
+
+    def _encode_on_cpu(self, kernels: ModuleType, flat: Tensor) -> Tensor:
+        import torch
+
+        values = flat.numel()
+        whole, sent = values // self.block, self.codes_bytes(values)
+        raw = torch.empty(self.expected_bytes(values), dtype=torch.uint8)
+        scales = torch.empty(whole * self.scale_bytes, dtype=torch.uint8)
+        self.encode_compiled(kernels, kernels.as_array(flat), raw[: whole * self.block_bytes()].numpy(), scales.numpy())
+        raw[sent : sent + len(scales)] = scales
+        if values > whole * self.block:
+            codes, scale = self.encode_blocks(_rows(flat[whole * self.block :], self.block), whole)
+            start = whole * self.block_bytes()
+            raw[start:sent] = codes.view(-1)[: sent - start]
+            raw[sent + len(scales) :] = scale.view(-1)
+        return raw
+
+    def _encoded(self, blocks: Tensor) -> Tensor:
+        import torch
+
+        codes, scales = self.encode_blocks(blocks)
+        return torch.cat([codes.reshape(-1), scales.reshape(-1)])
+
+    def _rounded(self, blocks: Tensor) -> Tensor:
+        return self.decode_blocks(*self.encode_blocks(blocks))
+
+
+def _rows(flat: Tensor, size: int) -> Tensor:
+    """Rows of so many values, the last one filled up with zeros."""
+    import torch
+
+    if missing := -flat.numel() % size:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.contiguous().view(-1, size)
+
+
+def divided(number: Tensor | float, by: Tensor | float) -> Tensor:
+    """The quotient in fp32, rounded once on every device: Triton's own division of fp32 may be two units off."""
+    import torch
+
+    exact = torch.float64
+    number, by = (each.to(exact) if isinstance(each, torch.Tensor) else each for each in (number, by))
+    found: Tensor = number / by  # type: ignore[assignment]
+    return found.to(torch.float32)
+
+
+def bytes_of(words: Tensor, count: int) -> Tensor:
+    """The lowest bytes of int32, in a last dimension of their own, the lowest first."""
+    import torch
+
+    shifts = 8 * torch.arange(count, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 0xFF).to(torch.uint8)
+
+
+def words_of(given: Tensor) -> Tensor:
+    """int32 from bytes in the last dimension, the lowest first; bytes that are not there are zero."""
+    import torch
+
+    word = given[..., 0].to(torch.int32)
+    for number in range(1, given.shape[-1]):
+        word = word | (given[..., number].to(torch.int32) << 8 * number)
+    return word
 
 
 def kernels_for(tensor: Tensor, values: int) -> ModuleType | None:
@@ -133,6 +290,52 @@ def _kernels() -> ModuleType | None:
     except ImportError:
         return None
     return kernels
+
+
+def compile_on_device() -> None:
+    """From now on have torch.compile make kernels of the codecs that this process uses on a GPU."""
+    global _on_device
+    _on_device = True
+
+
+_on_device = False
+
+
+def compiled(function: Callable[..., Any], given: Tensor) -> Callable[..., Any] | None:
+    """The function of a codec as kernels of the GPU that the tensor is on; None on a CPU, for few values, and where
+    nobody has asked for it. It is compiled once for each type of float, for any number of rows."""
+    import torch
+
+    wanted = _on_device and given.is_cuda and given.numel() >= COMPILED_FROM
+    return _compiled(function) if wanted and not torch.compiler.is_compiling() else None
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where torch.compile fails, the function as it is, after a warning: what is decoded is the same."""
+    import torch
+    from torch._dynamo import config, mark_dynamic
+    from torch._dynamo.exc import TorchDynamoException
+
+    config.recompile_limit = max(config.recompile_limit, MOST_COMPILED)
+    made = torch.compile(function, fullgraph=True, options=COMPILE_OPTIONS)
+    failed = False
+
+    def run(*given: Tensor) -> Any:
+        nonlocal failed
+        if failed:
+            return function(*given)
+        for each in given:
+            mark_dynamic(each, 0)
+        try:
+            with torch.no_grad():
+                return made(*given)
+        except TorchDynamoException as error:
+            failed = True
+            warnings.warn(f"a codec is not compiled, and slower: {' '.join(str(error).split())[:200]}", stacklevel=2)
+            return function(*given)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,6 @@ BLOCK = 128
 SMALLEST_SCALE = np.float32(2.0**-126)
 FLOAT, BYTE, SHORT, WORD = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 SIGN = 0x80000000
-MAGNITUDE = np.uint32(0x7FFFFFFF)
-NAN_BITS = np.uint32(0x7FC00000)
 ROUNDING = np.float32(
     1.5 * 2**23
 )  # added to a float, it leaves the nearest whole number in the lowest bits, ties to even
@@ -433,3 +431,18 @@ def decode_fp8(codes: Array, scales: Array, table: Array, values: Array) -> None
         given, back = codes[number * BLOCK : (number + 1) * BLOCK], values[number * BLOCK : (number + 1) * BLOCK]
         for i in range(len(back)):
             back[i] = table[given[i]] * scale
+
+
+# Factors
+
+
+@kernel
+def multiply_factors(left: Array, right: Array, product: Array) -> None:
+    """[matrix, row, 8] times [matrix, 8, column], one direction after the other."""
+    for matrix in range(len(product)):
+        for row in range(product.shape[1]):
+            for column in range(product.shape[2]):
+                total = left[matrix, row, 0] * right[matrix, 0, column]
+                for at in range(1, 8):
+                    total += left[matrix, row, at] * right[matrix, at, column]
+                product[matrix, row, column] = total

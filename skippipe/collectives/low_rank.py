@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from skippipe.codecs import EncodedTensor, LowRank
+from skippipe.codecs.factors import orthonormal
 from skippipe.codecs.low_rank import Matrices
 from skippipe.collectives.interface import Averager, MakeAverager
 from skippipe.collectives.peer_to_peer import empty_beside
 from skippipe.collectives.schedule import Schedule
 
 FIRST_SCALE = 2.0**-20  # of the first Q; later ones are as large as gradients
-DEPENDENT = 1e-10  # of a column's squared length: what is left of it without earlier ones is rounding errors
 LEAST_VALUES = 256  # of a round: every piece has one
 BLOCK_VALUES = {"cpu": 2**16, "cuda": 2**24}  # of a product at a time: what fits into a cache, or what keeps a GPU busy
 
@@ -181,7 +181,7 @@ class LowRankAverager:
 
     def _begin_second(self) -> None:
         """The first round is over: all nodes have the same P, and what each has of Q is all that it can tell."""
-        self._left = orthonormal(self._totals(0)[len(self._rest) :])
+        self._left = orthonormal_factors(self._totals(0)[len(self._rest) :])
         own = []
         for each, left in zip(self._matrices, self._left, strict=True):
             matrix = each.of(self._gradient)
@@ -190,41 +190,16 @@ class LowRankAverager:
         self._contribute_to(1, own)
 
 
-def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
-    """The columns of each factor made orthonormal by Gram and Schmidt, with the same bits on every device; one that
-    depends on those before it, or nearly, becomes zero."""
+def orthonormal_factors(factors: Sequence[Tensor]) -> list[Tensor]:
+    """The columns of each factor made orthonormal, with the same bits on every device."""
     found: dict[int, Tensor] = {}
     by_rows: dict[int, list[int]] = {}
     for number, factor in enumerate(factors):
         by_rows.setdefault(len(factor), []).append(number)
     for numbers in by_rows.values():  # those of one shape together: there are many small steps
         whole = torch.stack([factors[number] for number in numbers])
-        for at in range(whole.shape[-1]):
-            one, earlier = whole[..., at : at + 1], whole[..., :at]
-            _divide(one, one.abs().amax(dim=1, keepdim=True))  # so that no square is too large or too small
-            before = _sum_of_rows(one * one)
-            for _ in range(2 if at else 0):  # once leaves rounding errors, which may be all that is left
-                one.sub_(_sum_of_rows((earlier * _sum_of_rows(earlier * one)).mT).mT)
-            left = _sum_of_rows(one * one)
-            _divide(one, left.sqrt())
-            one.mul_(left > DEPENDENT * before)
-        found.update(zip(numbers, whole, strict=True))
+        found.update(zip(numbers, orthonormal(whole, same_bits=True), strict=True))
     return [found[number] for number in range(len(factors))]
-
-
-def _divide(values: Tensor, by: Tensor) -> None:
-    """In place; zeros stay as they are."""
-    values.div_(torch.where(by == 0, 1.0, by))
-
-
-def _sum_of_rows(values: Tensor) -> Tensor:
-    """[matrix, 1, column] of [matrix, row, column]: the second half is added to the first until one row is left."""
-    while (rows := values.shape[1]) > 1:
-        half = rows - rows // 2
-        first = values[:, :half].clone()
-        first[:, : rows - half] += values[:, half:]
-        values = first
-    return values
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from skippipe.codecs import CODECS, EncodedTensor, decode, encode
+from skippipe.codecs import CODECS, EncodedTensor, decode, encode_and_decode
 from skippipe.collectives.interface import Collective, GroupConfig, MakeAverager
 from skippipe.collectives.schedule import Schedule
 
@@ -70,12 +70,12 @@ class GradientAverager:
         assert piece not in self._encoded, f"piece {piece} was encoded before in this attempt"
         self._encoded.add(piece)
         summed = self._piece(self._sum, piece)
-        own = self._piece(self._gradient, piece).to(summed.device)
-        so_far = own
+        so_far = self._piece(self._gradient, piece)
+        if so_far.device != summed.device:
+            so_far = summed.copy_(so_far)  # into host memory that is pinned
         for each in given:
-            so_far = torch.add(so_far, self._decoded(each, own), out=summed)
-        encoded = encode(so_far, self._codec)
-        kept = so_far if CODECS[self._codec].lossless else decode(encoded, own.device)
+            so_far = torch.add(so_far, self._decoded(each, summed), out=summed)
+        encoded, kept = encode_and_decode(so_far, self._codec)
         if len(self.remainder):
             torch.sub(so_far, kept, out=self._piece(self.remainder, piece))
         if total:

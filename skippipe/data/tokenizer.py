@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skippipe.data.documents import END
-from skippipe.errors import UserError, require
+from skippipe.errors import UserError, first_line, require
 from skippipe.json_fields import exists, json_text, read_json, write_text
 from skippipe.model.model_files import check_model_folder
 
@@ -152,9 +152,8 @@ def _converted(folder: Path) -> TextTokenizer:
         )
         text: str = found.backend_tokenizer.to_str()
     except Exception as error:  # whatever any of its hundred tokenizers raises
-        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{folder}: no {FILE} in it, and no other tokenizer that transformers reads: {reason}"
+            f"{folder}: no {FILE} in it, and no other tokenizer that transformers reads: {first_line(error)}"
         ) from None
     kept = {name: getattr(found, name, None) for name in KEPT}
     return TextTokenizer(text, {name: value for name, value in kept.items() if value}, str(folder))

@@ -149,10 +149,10 @@ class StageCache:
         """Slots, and tokens that each has room for. While it stays as it is, tensors keep their places."""
         return self._slots, self._room
 
-    def begin(self, rows: BatchRows, device: torch.device) -> CacheView:
+    def begin(self, rows: BatchRows) -> CacheView:
         """Makes room for a batch; to be called before the layers of a pass."""
         self.extend(rows)
-        return CacheView(self, rows, device)
+        return CacheView(self, rows)
 
     def extend(self, rows: BatchRows) -> None:
         """Counts the tokens of a batch, which are written then, and makes room for them."""
@@ -224,12 +224,10 @@ class StageCache:
 class CacheView:
     """The cache as the layers see it, as `past_key_values`, while a batch goes through them."""
 
-    def __init__(self, cache: StageCache, rows: BatchRows, device: torch.device) -> None:
+    def __init__(self, cache: StageCache, rows: BatchRows) -> None:
         self._cache = cache
         self._rows = rows
         self._plain = rows.uniform and rows.block is not None
-        if not self._plain:
-            self._places = rows.once(("places", device), lambda: CacheSlots.of(rows, device))
 
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Stores new keys and values, and returns all that the layer attends to."""
@@ -246,13 +244,16 @@ class CacheView:
         if self._plain:
             store[self._rows.block, :, self._rows.starts[0] : self._rows.end] = new
             return
-        to = self._places
+        to = self._places(store.device)
         store[to.slot, :, to.position] = new[:, :, 0] if self._rows.single else new[to.row, :, to.column]
 
     def _read(self, store: Tensor, seen: slice) -> Tensor:
         if self._rows.block is not None:
             return store[self._rows.block, :, seen]
-        return store[:, :, seen].index_select(0, self._places.slots)
+        return store[:, :, seen].index_select(0, self._places(store.device).slots)
+
+    def _places(self, device: torch.device) -> CacheSlots:
+        return self._rows.once(("places", device), lambda: CacheSlots.of(self._rows, device))
 
 
 def _doubled(count: int, smallest: int = 1) -> int:
@@ -282,7 +283,7 @@ class CachedStage:
         """What the stage hands on; what it adds to the residual stream is multiplied by `residual_scale`. `hop`: where
         it goes, if stages are missing."""
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
-        past = self.cache.begin(rows, hidden.device)
+        past = self.cache.begin(rows)
         positions = None if rows.even else rows.positions_on(hidden.device)
         rotation = self._rotation(rows, positions, hidden)
         masks = {window: mask(rows, window, hidden) for window in dict.fromkeys(self._windows)}

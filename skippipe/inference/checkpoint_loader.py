@@ -22,11 +22,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skippipe.checkpoint.adapters import base_of, read_base
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges
 from skippipe.checkpoint.format import MANIFEST, Checkpoints, check_file, read_manifest, verified
-from skippipe.errors import UserError
+from skippipe.errors import UserError, first_line
 from skippipe.json_fields import exists
 from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
-from skippipe.model.model_spec import LAYER, ModelSpec, check_device, config_from, config_named
+from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
+from skippipe.model.spread_layers import SpreadLayers, inference_devices
 from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns, layer_ranges
 from skippipe.runs.tail import model_run_id, run_id_of
 from skippipe.stage_subset import whole_numbers
@@ -88,23 +89,27 @@ def load(
 ) -> StagedModel:
     """A model cut into so many stages ("6"), or into stages of so many layers ("4,4,6"); `cut` None: as it was trained.
 
+    `device` may name several (`cuda:0-3`): layers are spread over them. With `cuda` as many are used as are needed.
     `context` replaces the number of tokens that the configuration allows. Without `stand_ins`, bridges and adapters are
     not read, and the model may be cut in any way.
     """
-    check_device(device)
+    parse_devices(device)
     outline = read_outline(checkpoint, cut, stand_ins=stand_ins)
     place, spec, tokenizer = outline.place, outline.spec, outline.tokenizer()
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise UserError(f"{place}: its tokenizer names no token that begins or ends a text ('eos_token')")
     weights = _checkpoint_weights(place) if (place / MANIFEST).is_file() else _folder_weights(place, spec.config)
+    whole_bytes = sum(4 * each.numel() for each in weights.values())
+    devices = inference_devices(device, whole_bytes)
+    spread = SpreadLayers(devices, whole_bytes)
     stages = []
     for number, each in enumerate(layer_ranges(outline.layers)):
         stage = StageModel(spec, each, ends=number == 0).eval()
         _fill(stage, weights, place)
         _add_stand_ins(stage, outline, number, weights)
-        stages.append(stage.to(device))
-    return StagedModel(stages, tokenizer, prefix, context or spec.config.max_position_embeddings, device)
+        stages.append(spread.place(stage))
+    return StagedModel(stages, tokenizer, prefix, context or spec.config.max_position_embeddings, devices[0])
 
 
 def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = True) -> CheckpointOutline:
@@ -130,16 +135,16 @@ def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = 
     return CheckpointOutline(place, spec, layers, info)
 
 
-def load_stage(outline: CheckpointOutline, number: int, device: str = "cpu") -> StageModel:
-    """One stage alone; the weights of other stages are not read, unless the files have other names for them."""
-    check_device(device)
+def load_stage(outline: CheckpointOutline, number: int) -> StageModel:
+    """One stage alone, in host memory; the weights of other stages are not read, unless the files have other names for
+    them."""
     stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
     names = {name for name, _ in stage.named_weights()}
     bridges = _stored_bridges(outline, number)
     weights = select_weights(outline, names | ({name for name, _ in bridges.named_weights()} if bridges else set()))
     _fill(stage, weights, outline.place)
     _add_stand_ins(stage, outline, number, weights)
-    return stage.to(device)
+    return stage
 
 
 def fingerprint(place: Path) -> str:
@@ -243,7 +248,7 @@ def _folder_weights(place: Path, config: Any) -> dict[str, Tensor]:
             use_safetensors=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise UserError(f"{place}: transformers cannot load it: {str(error).strip().splitlines()[0]}") from None
+        raise UserError(f"{place}: transformers cannot load it: {first_line(error)}") from None
     if info["missing_keys"]:
         raise UserError(f"{place}: has no tensor '{min(info['missing_keys'])}'")
     return dict(model.named_parameters())
@@ -281,8 +286,7 @@ def _tokenizer(place: Path, vocabulary: int) -> Any:
     try:
         found = _Tokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # any error of its hundred tokenizers
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(f"{place}: no tokenizer that transformers reads: {reason}") from None
+        raise UserError(f"{place}: no tokenizer that transformers reads: {first_line(error)}") from None
     if len(found) > vocabulary:
         raise UserError(f"{place}: its tokenizer has {len(found):,} tokens, the model {vocabulary:,}")
     return found
@@ -308,7 +312,7 @@ def _add_stand_ins(stage: StageModel, outline: CheckpointOutline, number: int, w
             _fill(bridges, weights, outline.place)
     else:
         bridges, adapters = load_bridges(outline.place, info, number, stage)
-    stage.stand_ins = StandIns(len(info.layers), bridges, adapters, by_hop=info.adapters_by_hop).eval()
+    stage.stand_ins = StandIns(len(info.layers), bridges, adapters, info.hop_rank).eval()
 
 
 @torch.no_grad()

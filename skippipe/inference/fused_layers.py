@@ -154,7 +154,9 @@ def layer_step(
 
 
 def fused_layers(stage: CachedStage) -> list[Layer] | None:
-    """None if one of them is of another kind."""
+    """None if one of them is of another kind, or they are on several devices."""
+    if len(stage.model.devices) > 1:
+        return None
     found = [each for each in map(fuse, stage.model.layers) if each is not None]
     return found if len(found) == len(stage.model.layers) else None
 

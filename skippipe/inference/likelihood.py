@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel
+from skippipe.model.stage import StageModel
 from skippipe.stage_subset import StageSubset
 
 BATCH_TOKENS = 8192
@@ -68,16 +70,14 @@ class SubsetModel:
         self, requests: Sequence[LikelihoodRequest], progress: CountProgress = lambda done, of: None
     ) -> list[Likelihood]:
         """The likelihood of each request; a context that does not fit loses its beginning."""
-        rows_of = [self._fit(request) for request in requests]
         found: dict[int, Likelihood] = {}
-        for batch in _batches([len(row) for row, _ in rows_of], self.batch_tokens):
-            rows, counts = zip(*(rows_of[index] for index in batch), strict=True)
-            made = self._likelihoods(rows, list(counts))
+        for batch in likelihood_batches(requests, self.staged.context, self.staged.device, self.batch_tokens):
+            made = batch.likelihoods(*token_likelihoods(self.staged.stages[0], self.hidden(batch.inputs), batch))
             if not all(math.isfinite(each.log) for each in made):
                 raise UserError(f"stages {self.subset.name} of the model compute values that are not finite")
-            found |= zip(batch, made, strict=True)
-            progress(len(found), len(rows_of))
-        return [found[index] for index in range(len(rows_of))]
+            found |= zip(batch.requests, made, strict=True)
+            progress(len(found), len(requests))
+        return [found[index] for index in range(len(requests))]
 
     def most_likely(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """The likeliest next token of each row."""
@@ -85,44 +85,84 @@ class SubsetModel:
         for batch in _batches([len(row) for row in rows], self.batch_tokens):
             chosen = [rows[index][-self.staged.context :] for index in batch]
             last = torch.tensor([len(row) - 1 for row in chosen])
-            hidden = self.hidden(self._pad(chosen))[torch.arange(len(chosen)), last]
+            inputs = _padded(chosen, self.staged.context).to(self.staged.device)
+            hidden = self.hidden(inputs)[torch.arange(len(chosen)), last]
             found |= zip(batch, logits(self.staged.stages[0], hidden).argmax(-1).tolist(), strict=True)
         return [found[index] for index in range(len(rows))]
 
-    def _fit(self, request: LikelihoodRequest) -> tuple[list[int], int]:
-        """The tokens of a request, and how many of them are scored."""
-        count = len(request.continuation)
-        if not request.context or not 0 < count <= self.staged.context:
-            raise UserError(
-                f"a continuation of {count} tokens after {len(request.context)} cannot be scored: "
-                f"the model looks at {self.staged.context} tokens"
-            )
-        return [*request.context, *request.continuation][-(self.staged.context + 1) :], count
 
-    @torch.no_grad()
-    def _likelihoods(self, rows: Sequence[list[int]], counts: list[int]) -> list[Likelihood]:
-        hidden = self.hidden(self._pad([row[:-1] for row in rows]))
-        flat = [
-            hidden[index, len(row) - 1 - count : len(row) - 1]
-            for index, (row, count) in enumerate(zip(rows, counts, strict=True))
+class LikelihoodBatch(NamedTuple):
+    """Requests that are computed together; tensors are on the device of the model."""
+
+    requests: list[int]
+    """Their numbers."""
+    inputs: Tensor
+    """Token ids, [rows, tokens], padded at the end."""
+    scored: Tensor
+    """Positions of the flattened inputs that say something of a continuation, request by request."""
+    wanted: Tensor
+    """The token that follows in the continuation, at each of these."""
+    counts: list[int]
+    """Tokens of each continuation."""
+
+    def likelihoods(self, logs: Tensor, greedy: Tensor) -> list[Likelihood]:
+        """From what `token_likelihoods` finds."""
+        starts = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
+        sums = np.add.reduceat(logs.double().cpu().numpy(), starts)
+        every = np.logical_and.reduceat(greedy.cpu().numpy(), starts)
+        return [Likelihood(*each) for each in zip(sums.tolist(), every.tolist(), strict=True)]
+
+
+def likelihood_batches(
+    requests: Sequence[LikelihoodRequest], context: int, device: str | torch.device, tokens: int = BATCH_TOKENS
+) -> Iterator[LikelihoodBatch]:
+    """Batches of about so many tokens each, for a model that looks at `context` of them."""
+    fitted = [_fit(request, context) for request in requests]
+    for batch in _batches([len(row) for row, _ in fitted], tokens):
+        rows, counts = [fitted[index][0] for index in batch], [fitted[index][1] for index in batch]
+        inputs = _padded([row[:-1] for row in rows], context)
+        scored = [
+            number * inputs.shape[1] + place
+            for number, (row, count) in enumerate(zip(rows, counts, strict=True))
+            for place in range(len(row) - 1 - count, len(row) - 1)
         ]
-        wanted = torch.tensor([token for row, count in zip(rows, counts, strict=True) for token in row[-count:]])
-        logs, best = [], []
-        for some, tokens in zip(torch.split(torch.cat(flat), HEAD_ROWS), torch.split(wanted, HEAD_ROWS), strict=True):
-            tokens = tokens.to(some.device)
-            log_probabilities = logits(self.staged.stages[0], some).log_softmax(-1)
-            logs.append(log_probabilities.gather(-1, tokens[:, None])[:, 0].double().cpu())
-            best.append((log_probabilities.argmax(-1) == tokens).cpu())
-        each = zip(torch.split(torch.cat(logs), counts), torch.split(torch.cat(best), counts), strict=True)
-        return [Likelihood(float(log.sum()), bool(greedy.all())) for log, greedy in each]
+        wanted = [token for row, count in zip(rows, counts, strict=True) for token in row[-count:]]
+        yield LikelihoodBatch(
+            batch, inputs.to(device), torch.tensor(scored).to(device), torch.tensor(wanted).to(device), counts
+        )
 
-    def _pad(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        longest = max(map(len, rows))
-        width = min(-(-longest // PAD_TO) * PAD_TO, max(self.staged.context, longest))
-        padded = torch.zeros(len(rows), width, dtype=torch.long)
-        for index, row in enumerate(rows):
-            padded[index, : len(row)] = torch.tensor(row)
-        return padded.to(self.staged.device)
+
+@torch.no_grad()
+def token_likelihoods(ends: StageModel, hidden: Tensor, batch: LikelihoodBatch) -> tuple[Tensor, Tensor]:
+    """Of every token that is scored, by the hidden states of the last stage: the logarithm of its likelihood, and
+    whether it is the likeliest. `ends` is the stage that has the head."""
+    logs, best = [], []
+    chosen = hidden.flatten(0, 1).index_select(0, batch.scored)
+    for some, tokens in zip(torch.split(chosen, HEAD_ROWS), torch.split(batch.wanted, HEAD_ROWS), strict=True):
+        log_probabilities = logits(ends, some).log_softmax(-1)
+        logs.append(log_probabilities.gather(-1, tokens[:, None])[:, 0])
+        best.append(log_probabilities.argmax(-1) == tokens)
+    return torch.cat(logs), torch.cat(best)
+
+
+def _fit(request: LikelihoodRequest, context: int) -> tuple[list[int], int]:
+    """The tokens of a request, and how many of them are scored."""
+    count = len(request.continuation)
+    if not request.context or not 0 < count <= context:
+        raise UserError(
+            f"a continuation of {count} tokens after {len(request.context)} cannot be scored: "
+            f"the model looks at {context} tokens"
+        )
+    return [*request.context, *request.continuation][-(context + 1) :], count
+
+
+def _padded(rows: Sequence[Sequence[int]], context: int) -> Tensor:
+    longest = max(map(len, rows))
+    width = min(-(-longest // PAD_TO) * PAD_TO, max(context, longest))
+    padded = torch.zeros(len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = torch.tensor(row)
+    return padded
 
 
 def _batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:

@@ -66,11 +66,6 @@ def join_config(name: str, address: str, coordinator: KeyPair | None, own: KeyPa
     }
 
 
-def first_line(error: Exception) -> str:
-    """What an error of another library says, in one line."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
 class JoinLauncher:
     """Nodes that join from wherever they are ('skippipe node'), if their keys are on the list of peers."""
 

@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skippipe.errors import UserError
-from skippipe.launch.launcher import NodeEndpoints, first_line, join_config, new_keys
+from skippipe.errors import UserError, first_line
+from skippipe.launch.launcher import NodeEndpoints, join_config, new_keys
 from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Security

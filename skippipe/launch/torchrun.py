@@ -16,8 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skippipe.errors import UserError
-from skippipe.launch.launcher import NodeEndpoints, first_line, join_config
+from skippipe.errors import UserError, first_line
+from skippipe.launch.launcher import NodeEndpoints, join_config
 from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address, split_address
 from skippipe.transport.keys import KeyPair
 

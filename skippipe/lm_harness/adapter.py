@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from skippipe.errors import UserError, require
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.likelihood import CountProgress, LikelihoodRequest, SubsetModel
-from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, config_of
+from skippipe.lm_harness.tasks import HarnessTask, config_of, metrics_of
 from skippipe.stage_subset import StageSubset
 
 _harness: Any = require("lm_eval", "harness", "scoring on tasks")
@@ -155,7 +155,7 @@ def score(model: SubsetLM, tasks: Sequence[HarnessTask], folder: Path) -> dict[s
     scores: dict[str, list[Score]] = {}
     for task in tasks:
         results = found["results"][task.harness_name]
-        for metric in TASK_KINDS[task.name].metrics:
+        for metric in metrics_of(task.name):
             error = results.get(f"{metric}_stderr,none")
             score = Score(metric, float(results[f"{metric},none"]), error if isinstance(error, float) else None)
             scores.setdefault(task.name, []).append(score)

@@ -51,27 +51,31 @@ class FlatParams:
         frozen: Iterable[tuple[str, nn.Parameter]] = (),
         *,
         offload: bool = False,
+        compiled: bool = False,
     ) -> None:
-        """`offload`: the optimizer's state is held in host memory."""
-        weights = dict(named)
+        """`offload`: the optimizer's state is held in host memory. `compiled`: its steps are compiled."""
+        weights, unchanged = dict(named), dict(frozen)
+        like = next(iter((weights or unchanged).values()))
         self.slots = layout(weights.items())
-        self.values = _flattened(weights, self.slots)
+        self.values = torch.empty(0, device=like.device) if not weights else _flattened(weights, self.slots)
         self.gradient = torch.zeros_like(self.values)
         for slot in self.slots:
             weights[slot.name].grad = self.gradient[slot.start : slot.start + slot.size].view(slot.shape)
-        unchanged = dict(frozen)
+        self.frozen_slots = layout(unchanged.items())
         self.frozen = tuple(
             _flattened(unchanged, [slot._replace(start=slot.start - part[0].start) for slot in part])
-            for _, group in groupby(layout(unchanged.items()), lambda slot: unchanged[slot.name].dtype)
+            for _, group in groupby(self.frozen_slots, lambda slot: unchanged[slot.name].dtype)
             for part in [list(group)]
         )
         """Weights that are not trained, in the order of their layout: one flat tensor for each run of one type."""
-        self._offload = offload
+        self._offload, self._compiled = offload, compiled
         self.reset(learning)
 
     def reset(self, learning: OptimConfig) -> None:
         """Start over with the weights as they are: no gradient, no optimizer state, no step taken."""
         self.optimizer = OPTIMIZERS[learning.optimizer](self.values, self.slots, learning, offload=self._offload)
+        if self._compiled:
+            self.optimizer.compile()
         self.gradient.zero_()
 
     def clear_state(self) -> None:
@@ -89,19 +93,18 @@ class FlatParams:
         self.optimizer.clear_state()
         for each in self.optimizer.state_tensors:
             if each.grown == "copied":
-                size = len(self.optimizer.state[each.name])
+                size = self.optimizer.state_sizes[each.name]
                 self.optimizer.write_state(each.name, 0, donor.optimizer.read_state(each.name, 0, size))
         self.steps = donor.steps
 
     def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
         """Squared norm of the mean over the visits, of this node's gradient or of the one `summed` over the stage."""
         whole = self.gradient if summed is None else summed
-        if whole.device != self.values.device:  # in host memory
-            starts = range(0, len(whole), HOST_PIECE)
-            parts = (whole[start : start + HOST_PIECE].to(self.values.device) for start in starts)
-            squares = [torch.linalg.vector_norm(each, dtype=torch.float64) ** 2 for each in parts]
-            return float(torch.stack(squares).sum()) / max(1, visits) ** 2
-        return float(torch.linalg.vector_norm(whole, dtype=torch.float64) ** 2) / max(1, visits) ** 2
+        total = torch.zeros((), dtype=torch.float64, device=self.values.device)  # and so it is if nothing is trained
+        for start in range(0, len(whole), HOST_PIECE):  # of each a copy is made, in fp64
+            part = whole[start : start + HOST_PIECE].to(self.values.device)
+            total += torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
+        return float(total) / max(1, visits) ** 2
 
     def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
         """One optimizer step along `scale` times this node's gradient, or times the one `summed` over the stage.
@@ -126,7 +129,7 @@ class FlatParams:
     def state_parts(self) -> list[range]:
         """Where the parts of the state lie, as one sequence of numbers: weights, the optimizer's tensors, and weights
         that are not trained. That is what a replica of the stage has to have; a checkpoint stores the first two."""
-        sizes = [len(part) for part in (self.values, *self.optimizer.state.values(), *self.frozen)]
+        sizes = [len(self.values), *self.optimizer.state_sizes.values(), *(len(part) for part in self.frozen)]
         ends = list(accumulate(sizes))
         return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 

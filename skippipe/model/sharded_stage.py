@@ -1,9 +1,9 @@
 """A stage whose layers are divided over several devices, for one that does not fit a single one.
 
 Every device holds consecutive layers with their gradients and optimizer state, the first also what stage 0 has beside
-its layers; a microbatch goes through all of them, and its activations move from device to device. To the rest of the
-node it is a `StageStep`: weights and state are read and written by their places in the flat layout of the whole stage,
-and gradients are added up in host memory, from where they are averaged.
+its layers, the last also the bridges that begin there; a microbatch goes through all of them, and its activations move
+from device to device. To the rest of the node it is a `StageStep`: weights and state are read and written by their
+places in the flat layout of the whole stage, and gradients are added up in host memory, from where they are averaged.
 """
 
 from __future__ import annotations
@@ -17,26 +17,9 @@ from torch import Tensor
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams, layout
-from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage_step import Key, StageStep
-from skippipe.optim import OPTIMIZERS
-from skippipe.optim.config import OptimConfig
-from skippipe.optim.interface import ParamSlot
-
-
-def check_sharded(spec: ModelSpec, learning: OptimConfig, early_exit: float = 0.0) -> None:
-    """UserError if a stage of such a job cannot be divided over devices."""
-    in_blocks = any(each.dtype == "8bit" for each in OPTIMIZERS[learning.optimizer].state_tensors)
-    hindrances = {
-        f"optimizer '{learning.optimizer}', whose blocks would lie across devices": in_blocks,
-        "LoRA": spec.lora.rank > 0,
-        "bridges": spec.bridges > 0,
-        "an early exit": early_exit > 0,
-    }
-    if found := [name for name, hinders in hindrances.items() if hinders]:
-        raise UserError(
-            f"a stage cannot be divided over several devices with {found[0]}; use more stages, so that each fits one"
-        )
+from skippipe.model.stage import is_bridge
+from skippipe.model.stage_step import EarlyExit, Key, StageStep, input_gradient
+from skippipe.optim.interface import BLOCK, HOST_PIECE, ParamSlot
 
 
 class Segment(NamedTuple):
@@ -54,27 +37,36 @@ class ShardedParams:
 
     It does what `FlatParams` does for a stage on one device."""
 
-    frozen: tuple[Tensor, ...] = ()
-
-    def __init__(self, parts: Sequence[FlatParams], slots: Sequence[ParamSlot]) -> None:
-        """`slots` is the layout of the whole stage."""
+    def __init__(self, parts: Sequence[FlatParams], slots: Sequence[ParamSlot], frozen: Sequence[ParamSlot]) -> None:
+        """`slots` and `frozen` are the layouts of the whole stage: of weights that are trained, and of those that are
+        not. UserError if blocks of the optimizer's state would lie across devices."""
         self.parts = parts
         self.slots = slots
-        sections = [list(self.slots), *(each.slots(self.slots) for each in parts[0].optimizer.state_tensors)]
+        states = parts[0].optimizer.state_tensors
+        sections = [slots, *(each.slots(slots) for each in states), *([frozen] if frozen else [])]
         ends = list(accumulate(sum(slot.size for slot in section) for section in sections))
         self.state_parts = [range(first, end) for first, end in zip([0, *ends], ends, strict=False)]
-        self.state_values = self.trained_values = ends[-1]
+        self.state_values = ends[-1]
+        self.trained_values = ends[len(states)]
+        self._segments: list[Segment] = []
         held = {
-            (number, slot.name): (part, whole.start + slot.start)
+            (number, slot.name): (part, start + slot.start)
             for part, each in enumerate(parts)
-            for number, whole in enumerate(each.state_parts)
-            for slot in ([each.slots, *(state.slots(each.slots) for state in each.optimizer.state_tensors)][number])
-        }
-        self._segments = [
-            Segment(self.state_parts[number].start + slot.start, slot.size, *held[number, slot.name])
-            for number, section in enumerate(sections)
+            for number, (start, section) in enumerate(_sections(each))
             for slot in section
-        ]
+        }
+        for number, section in enumerate(sections):
+            runs = _runs([Segment(slot.start, slot.size, *held[number, slot.name]) for slot in section])
+            if 0 < number <= len(states) and states[number - 1].dtype == "8bit":
+                first_of = [_sections(each)[number][0] for each in parts]
+                if any(run.start % BLOCK or (run.at - first_of[run.part]) % BLOCK for run in runs):
+                    raise UserError(
+                        f"a stage cannot be divided over several devices if the optimizer's blocks of {BLOCK} numbers "
+                        f"would lie across them, as with a hidden size that is no multiple of {BLOCK}; take another "
+                        "optimizer than one in 8 bits, or more stages, so that each fits one device"
+                    )
+            start = self.state_parts[number].start
+            self._segments += [run._replace(start=start + run.start) for run in runs]
         on_card = parts[0].values.is_cuda
         self.gradient = torch.zeros(len(self.state_parts[0]), pin_memory=on_card)
         """In host memory: what `collect` has added up, over all devices."""
@@ -105,9 +97,10 @@ class ShardedParams:
     def collect(self) -> None:
         """Add the devices' sums of gradients to that in host memory; theirs are zero then."""
         for segment, here in self._of(0, len(self.gradient)):
-            part = self.parts[segment.part]
-            at = segment.at + here.start - segment.start
-            self.gradient[here.start : here.stop].add_(part.gradient[at : at + len(here)].cpu())
+            part = self.parts[segment.part].gradient[segment.at : segment.at + segment.size]
+            pieces = (torch.split(each, HOST_PIECE) for each in (self.gradient[here.start : here.stop], part))
+            for total, found in zip(*pieces, strict=True):
+                total.add_(found.cpu())
         for each in self.parts:
             each.clear_gradient()
 
@@ -147,46 +140,92 @@ class ShardedParams:
                 yield segment, here
 
 
+def _sections(each: FlatParams) -> list[tuple[int, Sequence[ParamSlot]]]:
+    """What the state of one device is made of, and where each begins: weights, optimizer state, frozen weights."""
+    slots, states = each.slots, each.optimizer.state_tensors
+    sections = [slots, *(state.slots(slots) for state in states), each.frozen_slots]
+    starts = [*(part.start for part in each.state_parts[: 1 + len(states)]), each.trained_values]
+    return list(zip(starts, sections, strict=True))
+
+
+def _runs(segments: Sequence[Segment]) -> list[Segment]:
+    """Segments that follow each other on one device as one."""
+    found: list[Segment] = []
+    for each in segments:
+        if found and (last := found[-1]).part == each.part and last.at + last.size == each.at:
+            found[-1] = last._replace(size=last.size + each.size)
+        else:
+            found.append(each)
+    return found
+
+
+class Passage(NamedTuple):
+    """What a microbatch leaves behind the devices of a stage, for its backward pass."""
+
+    scale: float
+    """Of what the stage adds."""
+    outputs: Tensor
+    """Of all layers; a leaf that has the gradient if the path goes over a bridge."""
+    bridged: Tensor | None = None
+    """These with what their bridge adds."""
+    early: Tensor | None = None
+    """The gradient of the outputs, by the loss of an early exit."""
+
+
 class ShardedStep:
     """The tasks of a stage whose layers are on several devices, one after another."""
 
     def __init__(self, parts: Sequence[StageStep]) -> None:
-        """The parts hold the stage's layers in their order; the first has the ends, if the stage has them."""
+        """The parts hold the stage's layers in their order; the first has the ends, if the stage has them, and the last
+        has the bridges."""
         self.parts = parts
         self.device = parts[0].device
-        named = [pair for each in parts for pair in each.model.trained_weights()]
-        named.sort(key=lambda pair: pair[0].startswith(("model.norm.", "lm_head.")))  # as in a stage on one device
-        self.weights = ShardedParams([each.weights for each in parts], layout(named))
-        self._scales: dict[Key, float] = {}
-        """Microbatch → the scale of what the stage adds to it, unless it is 1."""
+        trained = [pair for each in parts for pair in each.model.trained_weights()]
+        frozen = [pair for each in parts for pair in each.model.frozen_weights()]
+        layouts = [layout(sorted(each, key=lambda pair: _place(pair[0]))) for each in (trained, frozen)]
+        self.weights = ShardedParams([each.weights for each in parts], *layouts)
+        self._passages: dict[Key, Passage] = {}
+        self._exits: dict[Key, EarlyExit] = {}
 
     def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, target: int = 0) -> Tensor:
-        return self._through(key, self.parts[0].begin(key, tokens, starts, target), starts, 1)
+        outputs = self._through(key, self.parts[0].begin(key, tokens, starts), starts, 1)
+        bridged = self._pass(key, outputs, 1.0, target)
+        self._exit_early(key)
+        return bridged
 
     def forward(
         self, key: Key, hidden: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
     ) -> Tensor:
-        del target  # there are no bridges
         outputs = self._through(key, hidden, starts, 0)
-        self._scales.pop(key, None)
-        if residual_scale == 1.0:
-            return outputs
-        self._scales[key] = residual_scale
-        return torch.lerp(hidden.to(outputs.device, outputs.dtype), outputs, residual_scale)
+        if residual_scale != 1.0:
+            outputs = torch.lerp(hidden.to(outputs.device, outputs.dtype), outputs, residual_scale)
+        return self._pass(key, outputs, residual_scale, target)
 
     def head(
         self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, share: float = 1.0, counts: bool = True
     ) -> tuple[Tensor, Tensor]:
-        return self.parts[0].head(key, hidden, labels, early=early, share=share, counts=counts)
+        loss, back = self.parts[0].head(key, hidden, labels, share=share, counts=counts)
+        if early:
+            self._exits[key] = EarlyExit(labels, early * share, counts)
+            self._exit_early(key)
+        return loss, back
 
     def backward(self, key: Key, gradient: Tensor, *, counts: bool = True) -> Tensor | None:
-        scale = self._scales.pop(key, 1.0)
-        back: Tensor | None = gradient * scale
+        passage = self._passages.pop(key)
+        if passage.bridged is not None:
+            new = counts and key not in self.parts[-1].deferred  # as for the layers before it
+            root = passage.bridged
+            back = input_gradient(passage.outputs, [root], [gradient.to(root.device, root.dtype)], new)
+            assert back is not None
+            gradient = back
+        if passage.early is not None:
+            gradient = gradient + passage.early.to(gradient.device)
+        back = gradient * passage.scale
         for part in reversed(self.parts):
             assert back is not None
             back = part.backward(key, back.to(part.device), counts=counts)
-        if back is not None and scale != 1.0:  # the rest goes past the layers
-            back = back + (1 - scale) * gradient.to(back.device)
+        if back is not None and passage.scale != 1.0:  # the rest goes past the layers
+            back = back + (1 - passage.scale) * gradient.to(back.device)
         return back
 
     def weight_gradients(self, key: Key, *, counts: bool = True) -> None:
@@ -202,12 +241,14 @@ class ShardedStep:
         return self.parts[0].evaluate_head(hidden.to(self.device), labels)
 
     def drop(self, key: Key) -> None:
-        self._scales.pop(key, None)
+        self._passages.pop(key, None)
+        self._exits.pop(key, None)
         for part in self.parts:
             part.drop(key)
 
     def drop_all(self) -> None:
-        self._scales.clear()
+        self._passages.clear()
+        self._exits.clear()
         for part in self.parts:
             part.drop_all()
 
@@ -215,6 +256,33 @@ class ShardedStep:
         for part in self.parts[first:]:
             hidden = part.forward(key, hidden.to(part.device), starts=_moved(starts, part.device))
         return hidden
+
+    def _pass(self, key: Key, outputs: Tensor, scale: float, target: int) -> Tensor:
+        """What goes on from the stage: over a bridge, if the path leads past other stages."""
+        last = self.parts[-1]
+        bridges = last.model.bridges
+        if bridges is None or target <= bridges.stage + 1:
+            self._passages[key] = Passage(scale, outputs)
+            return outputs
+        leaf = outputs.detach().requires_grad_()
+        with last.autocast():
+            bridged: Tensor = bridges(leaf, torch.full((len(leaf),), target, device=leaf.device))
+        self._passages[key] = Passage(scale, leaf, bridged)
+        return bridged.detach()
+
+    def _exit_early(self, key: Key) -> None:
+        """As `StageStep` does; the head is on the first device."""
+        if key not in self._passages or key not in self._exits:
+            return
+        passage, (labels, weight, counts) = self._passages[key], self._exits.pop(key)
+        outputs = passage.outputs.detach().float().to(self.device)
+        _, back = self.parts[0].head(key, outputs, labels, share=weight, counts=counts)
+        self._passages[key] = passage._replace(early=back)
+
+
+def _place(name: str) -> int:
+    """The order in which a stage on one device has its weights: layers, what stage 0 has after them, bridges."""
+    return 2 if is_bridge(name) else int(name.startswith(("model.norm.", "lm_head.")))
 
 
 def _moved(starts: Tensor | None, device: str) -> Tensor | None:

@@ -63,6 +63,8 @@ class StageModel(nn.Module):
             self.requires_grad_(False)
             for number, layer in zip(layers, self.layers, strict=True):
                 add_lora(layer, f"model.layers.{number}", spec)
+        self.devices: tuple[str, ...] = ()
+        """Those that its layers are spread over, at inference (see `spread_layers`); empty: it is on one."""
         self.stand_ins: StandIns | None = None
         """For other stages that are missing, at inference."""
         self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
@@ -298,7 +300,7 @@ class AdaptedLinear(nn.Linear):
         scale = self.adapter.stage.scale
         if scale is None:
             return made
-        low = functional.linear(input, self.adapter.down) * scale
+        low = functional.linear(input, self.adapter.down) * scale.to(input.device)
         return made + functional.linear(low.to(input.dtype), self.adapter.up)
 
 
@@ -336,26 +338,28 @@ class StageAdapters(nn.Module):
             self.parts.append(adapter)
 
 
-def adapter_scale(missing: Tensor, left_out: Tensor, stages: int, rank: int, *, by_hop: bool) -> Tensor:
+def adapter_scale(missing: Tensor, left_out: Tensor, stages: int, rank: int, hop_rank: int) -> Tensor:
     """`StageAdapters.scale` of samples that leave out so many of the stages each, and so many of these by the hop from
-    the stage. With `by_hop`, hops that leave out 0, 1, … up to half of the stages have an equal part of the rank each.
+    the stage. Of the rank, the last `hop_rank` are divided equally among hops that leave out 0, 1, … up to half of the
+    stages; those before are the same for all hops.
     """
     scale = (missing * (2 / stages)).view(-1, 1, 1)
-    if not by_hop:
+    if not hop_rank:
         return scale
     hops, here = stages // 2 + 1, left_out.view(-1, 1, 1)
-    hop_of = torch.arange(rank, device=missing.device) * hops // rank
-    return torch.where(here > 0, 1.0, scale) * (hop_of == here.clamp(max=hops - 1))
+    hop_of = torch.arange(hop_rank, device=missing.device) * hops // hop_rank
+    by_hop = torch.where(here > 0, 1.0, scale) * (hop_of == here.clamp(max=hops - 1))
+    return torch.cat([scale.expand(-1, 1, rank - hop_rank), by_hop], -1)
 
 
 class StandIns(nn.Module):
     """Bridges and adapters of a stage at inference, where all samples take the same path."""
 
-    def __init__(self, stages: int, bridges: Bridges | None, adapters: StageAdapters | None, *, by_hop: bool) -> None:
+    def __init__(self, stages: int, bridges: Bridges | None, adapters: StageAdapters | None, hop_rank: int) -> None:
         super().__init__()
         self.bridges = bridges
         self.adapters = adapters
-        self._stages, self._by_hop = stages, by_hop
+        self._stages, self._hop_rank = stages, hop_rank
         self._scales: dict[Hop | None, Tensor | None] = {None: None}
 
     def set_hop(self, hop: Hop | None) -> None:
@@ -365,7 +369,7 @@ class StandIns(nn.Module):
             assert hop is not None
             device = next(self.adapters.parameters()).device
             missing, left_out = (torch.tensor([each], device=device) for each in (hop.missing, hop.left_out))
-            self._scales[hop] = adapter_scale(missing, left_out, self._stages, self.adapters.rank, by_hop=self._by_hop)
+            self._scales[hop] = adapter_scale(missing, left_out, self._stages, self.adapters.rank, self._hop_rank)
         self.adapters.scale = self._scales[hop]
 
     def cross(self, hidden: Tensor, hop: Hop) -> Tensor:

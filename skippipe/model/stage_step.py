@@ -132,7 +132,7 @@ class StageStep:
         if compute_dtype == "bf16":
             self.model.frozen_to(torch.bfloat16)
         trained, frozen = self.model.trained_weights(), self.model.frozen_weights()
-        self.weights = FlatParams(trained, learning, frozen, offload=offload)
+        self.weights = FlatParams(trained, learning, frozen, offload=offload, compiled=compiled)
         self.device = device
         self.held: dict[Key, SavedForBackward] = {}
         self.deferred: dict[Key, DeferredGradients] = {}
@@ -150,7 +150,7 @@ class StageStep:
 
     def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, target: int = 0) -> Tensor:
         """The forward pass at the data node. Like any other, it replaces an earlier one of the same microbatch."""
-        with self._autocast():
+        with self.autocast():
             outputs = self._forward(key, self.model.embed(tokens), starts=starts, target=target)
         self._exit_early(key)
         return outputs
@@ -199,7 +199,7 @@ class StageStep:
         if held.balance is not None:
             roots.append(held.balance)
             gradients.append(torch.ones_like(held.balance))
-        back = _input_gradient(held.inputs, roots, gradients, counts)
+        back = input_gradient(held.inputs, roots, gradients, counts)
         with torch.no_grad():
             self.model.balance()  # routers that were recomputed have noted their scores again: not for the next one
         if self._split and counts:
@@ -217,7 +217,7 @@ class StageStep:
     @torch.no_grad()
     def evaluate(self, given: Tensor, starts: Tensor | None = None) -> Tensor:
         """A forward pass that leaves nothing behind: of tokens at the data node, else of activations."""
-        with self._autocast():
+        with self.autocast():
             hidden = given if given.is_floating_point() else self.model.embed(given)
             outputs: Tensor = self.model(hidden.to(torch.bfloat16) if self._low_precision else hidden, starts)
         return outputs
@@ -225,7 +225,7 @@ class StageStep:
     @torch.no_grad()
     def evaluate_head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The loss alone."""
-        with self._autocast():
+        with self.autocast():
             return self._loss(hidden, labels)
 
     def drop(self, key: Key) -> None:
@@ -245,7 +245,7 @@ class StageStep:
         self, key: Key, inputs: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
     ) -> Tensor:
         self.held.pop(key, None)  # before the new one takes its memory; what was deferred is due all the same
-        with self._autocast():
+        with self.autocast():
             hidden = inputs.to(torch.bfloat16) if self._low_precision else inputs
             outputs: Tensor = self.model(hidden, starts)
             if residual_scale != 1.0:
@@ -258,9 +258,9 @@ class StageStep:
 
     def _head(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
         inputs = hidden.detach().requires_grad_()
-        with self._autocast():
+        with self.autocast():
             loss = self._loss(inputs, labels)
-        back = _input_gradient(inputs, [loss], [torch.full_like(loss, weight)], counts)
+        back = input_gradient(inputs, [loss], [torch.full_like(loss, weight)], counts)
         assert back is not None
         return loss.detach(), back
 
@@ -280,14 +280,14 @@ class StageStep:
         if self.model.head is not None:
             self._loss = torch.compile(self.model.loss, dynamic=False)
 
-    def _autocast(self) -> Any:
+    def autocast(self) -> Any:
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)
 
 
-def _input_gradient(inputs: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:
+def input_gradient(inputs: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:
     """The gradient of the inputs, None if they come from the embedding; if it counts, the weights' are added up."""
     arrived = inputs.is_leaf and inputs.requires_grad
-    if counts:
+    if counts and any(root.requires_grad for root in roots):  # an embedding that is not trained, alone, is not
         torch.autograd.backward(roots, gradients)
         return inputs.grad if arrived else None
     return torch.autograd.grad(roots, [inputs], gradients)[0] if arrived else None

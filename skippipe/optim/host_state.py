@@ -17,11 +17,11 @@ from skippipe.optim.interface import HOST_BUFFERS, HOST_PIECE
 
 
 class HostTensor(NamedTuple):
-    """A flat tensor in host memory."""
+    """A tensor in host memory, flat or in rows."""
 
     whole: Tensor
     each: int = 1
-    """Parameters for each of its numbers."""
+    """Parameters for each of its numbers, or rows."""
 
     def part(self, here: range) -> Tensor:
         return self.whole[here.start // self.each : -(-here.stop // self.each)]
@@ -34,9 +34,9 @@ class HostState:
         self._device = device
         self._tensors = tensors
         piece = min(HOST_PIECE, parameters)
-        sizes = [(-(-piece // each), whole.dtype) for whole, each in tensors]
+        shapes = [((-(-piece // each), *whole.shape[1:]), whole.dtype) for whole, each in tensors]
         self._buffers = [
-            [torch.empty(size, dtype=dtype, device=device) for size, dtype in (*sizes, (piece, torch.float32))]
+            [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in (*shapes, ((piece,), torch.float32))]
             for _ in range(HOST_BUFFERS)
         ]
         """Of each piece: its part of every tensor, and of the gradient if that is in host memory too."""
@@ -52,6 +52,8 @@ class HostState:
 
         What the caller does with the state until it asks for the next range goes back to host memory.
         """
+        if not ranges:
+            return
         away = gradient.device != self._device
         self._after_step(0)
         arrived = self._bring(0, ranges, gradient if away else None)

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 STORED_BYTES = 4  # of a number on the wire and in checkpoints, weights and state alike: fp32
-HELD_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1}
+HELD_BYTES = {"fp32": 4, "bf16": 2}
 HOST_PIECE = 2**22  # parameters whose state comes from host memory at a time
 HOST_BUFFERS = 2  # such pieces that are on the device at one time
 END_MATRICES = ("model.embed_tokens.weight", "lm_head.weight")
 BLOCK = 256
-"""Numbers of a state tensor in 8 bits that have a scale, fp32, in common. They are sent and received together."""
+"""Numbers of a state tensor in 8 bits that have a scale in common. They are sent and received together."""
 
 
 class ParamSlot(NamedTuple):
@@ -83,8 +83,7 @@ class StateTensor:
     def held_bytes(self, parameters: int, ends: int) -> int:
         """Bytes of memory for these."""
         size = self.size(parameters, ends)
-        scales = HELD_BYTES["fp32"] * -(-size // BLOCK) if self.dtype == "8bit" else 0
-        return HELD_BYTES[self.dtype] * size + scales
+        return -(-size // BLOCK) * BLOCK if self.dtype == "8bit" else HELD_BYTES[self.dtype] * size
 
 
 class Hyperparameters(Protocol):
@@ -139,20 +138,27 @@ class Optimizer(ABC):
         self.steps = 0
         """Steps taken so far."""
         self.state: dict[str, Tensor] = {}
-        """By name: one flat tensor for all parameters, as it is held."""
+        """By name: one flat tensor for all parameters, as it is held; in 8 bits [blocks, BLOCK]."""
+        self.state_sizes: dict[str, int] = {}
+        """By name: how many numbers it has."""
         for each in self.state_tensors:
-            size = sum(slot.size for slot in each.slots(slots))
-            self.state[each.name] = self.zeros(size, dtypes[each.dtype])
+            size = self.state_sizes[each.name] = sum(slot.size for slot in each.slots(slots))
+            shape = (-(-size // BLOCK), BLOCK) if each.dtype == "8bit" else (size,)
+            self.state[each.name] = self.zeros(shape, dtypes[each.dtype])
         self._scale = 1.0
 
-    def zeros(self, size: int, dtype: dtype) -> Tensor:
+    def zeros(self, shape: Shape, dtype: dtype) -> Tensor:
         """Room for state: where the parameters are, or in host memory that the device reads and writes by itself."""
         import torch
 
         device = self.values.device
         if self.offload:
-            return torch.zeros(size, dtype=dtype, pin_memory=device.type == "cuda")
-        return torch.zeros(size, dtype=dtype, device=device)
+            return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def compile(self) -> None:  # noqa: B027
+        """Have torch.compile make kernels of a step, where that pays: nothing to do but for an optimizer of many small
+        operations."""
 
     def step_along(self, gradient: Tensor, rate: float, scale: float) -> None:
         """A step along `scale` times the gradient, which may lie in host memory; the caller counts `steps`."""

@@ -1,4 +1,4 @@
-"""Path scheduling by conflict-based search (CBS), as the study does it. The agents are groups of lanes that share a
+"""Path scheduling by conflict-based search (CBS), as the paper does it. The agents are groups of lanes that share a
 path; conflicts are solved by constraints in the order CC3 (a stage is visited too often), TC1 (a node lies on too many
 lanes), TC2 (a collision).
 
@@ -172,7 +172,7 @@ class PathSearch:
     def run(self, budget: Budget, on_improvement: OnImprovement, best_ns: int, avoid_collisions: bool) -> None:
         """Search until no better paths can exist or the budget is spent.
 
-        With `avoid_collisions` paths are evaluated by the simulator; without (the study's ablation) by their length.
+        With `avoid_collisions` paths are evaluated by the simulator; without (the paper's ablation) by their length.
         """
         root = self._root() if budget.spend() else None
         if root is None:

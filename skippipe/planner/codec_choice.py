@@ -8,8 +8,9 @@ a simulation of the whole iteration, so links that nobody waits for keep their p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -22,7 +23,7 @@ from skippipe.planner.codec_prices import ROUNDING, CodecBudget, Message, Price,
 from skippipe.simulator import LAST_NS, Deadlock, PlacementCosts, path_arrays, simulate
 from skippipe.skip_schedule import PathLength
 from skippipe.timeline import Timing
-from skippipe.workload import LinkDtypes, Workload
+from skippipe.workload import LinkDtypes
 
 ROUNDS = 3  # of codecs and ways to average: each for what the other has chosen
 MOST_ROUNDS = 100  # in which one more smaller codec is bought
@@ -39,6 +40,9 @@ class _Item:
     """Codecs and their prices, the fewest bytes first."""
     level: int = 0
     """Number of its option."""
+    kept: bool = False
+    """Whether other plans have settled its codec: it changes only for one that is more precise, and only where the
+    budget would not hold."""
 
     @property
     def codec(self) -> str:
@@ -67,9 +71,9 @@ def choose_codecs(plan: Plan, budget: CodecBudget, timing: Timing) -> Plan:
 
 
 def choose_beside(plan: Plan, settled: Sequence[Plan], budget: CodecBudget) -> Plan:
-    """The plan with codecs for what it alone sends. All else has those of the plans that are settled, on the same
-    stages, also if a link has a larger share here: then it may cost more than the budget by as much."""
-    names, work = [node.name for node in plan.cluster.nodes], _most_codecs(settled)
+    """The plan with codecs for what it alone sends, on the stages of the plans that are settled. All else has those of
+    the last one; but where links have a larger share here and the budget would not hold, more precise ones."""
+    names, work = [node.name for node in plan.cluster.nodes], settled[-1].workload
     plan = replace(plan, workload=work, expected=None, lower_bound_ns=None)
     sent = {message for each in settled for message in message_shares(each)}
     kept: dict[Message | int, str] = {each: plan.hop_dtype(*each[1:], backward=bool(each[0])) for each in sent}
@@ -87,20 +91,10 @@ def choose_beside(plan: Plan, settled: Sequence[Plan], budget: CodecBudget) -> P
     return plan.promising(simulate(plan, Timing.FULL))
 
 
-def with_all_codecs(plans: Mapping[PathLength, Plan]) -> dict[PathLength, Plan]:
-    """The plans with one workload, that of the last one for which codecs were chosen beside the others."""
-    work = _most_codecs(plans.values())
-    return {length: replace(each, workload=work) for length, each in plans.items()}
-
-
-def _most_codecs(plans: Iterable[Plan]) -> Workload:
-    """The workload with the most choices: those chosen later have all that was chosen before."""
-
-    def choices(work: Workload) -> int:
-        usual = work.wire_dtype, gradient_codec(work.wire_dtype)
-        return sum((row.forward != usual[0]) + (row.backward != usual[1]) for row in work.wire_dtypes)
-
-    return max((each.workload for each in plans), key=choices)
+def with_codecs_of(last: Plan, plans: Mapping[PathLength, Plan]) -> dict[PathLength, Plan]:
+    """The plans with the workload of the last one for which codecs were chosen beside the others."""
+    found = {length: replace(each, workload=last.workload) for length, each in plans.items()}
+    return {length: each.promising(simulate(each, Timing.FULL)) for length, each in found.items()}
 
 
 def with_smallest_elsewhere(plan: Plan) -> Plan:
@@ -138,8 +132,8 @@ class _Choice:
         self.link_times = {
             codec: [each.transmit_ns, each.upload_ns, each.download_ns] for codec, each in with_codec.items()
         }
-        self.items = [_Item(each, part, self._options(each, each[0])) for each, part in message_shares(plan).items()]
-        self.items += [_Item(each, part, self._options(each, 2)) for each, part in stage_shares(plan).items()]
+        self.items = [self._item(each, part, each[0]) for each, part in message_shares(plan).items()]
+        self.items += [self._item(each, part, 2) for each, part in stage_shares(plan).items()]
         self.paths = path_arrays([lane.path for lane in plan.lanes])
         self.microbatches = np.array([lane.microbatches for lane in plan.lanes], np.int64)
         nodes, self.through = np.unique([node for lane in plan.lanes for node in lane.path], return_counts=True)
@@ -147,9 +141,13 @@ class _Choice:
         for item in self.items:
             self._set(item, 0)
 
-    def _options(self, which: Message | int, kind: int) -> list[tuple[str, float]]:
-        kept = self.kept.get(which)
-        return [(kept, self.budget.prices.get(kept, Price())[kind] or 0.0)] if kept else self.budget.options(kind)
+    def _item(self, which: Message | int, share: float, kind: int) -> _Item:
+        options, kept = self.budget.options(kind), self.kept.get(which)
+        if kept:
+            nats = self.budget.prices.get(kept, Price())[kind] or 0.0
+            cheaper = [] if isinstance(which, int) else [option for option in options if option[1] < nats]
+            options = [(kept, nats), *cheaper]
+        return _Item(which, share, options, kept=bool(kept))
 
     def plan(self) -> Plan:
         self.settle()
@@ -165,6 +163,10 @@ class _Choice:
         self._give_back()
         if self._buy():
             self._give_back()
+
+    @cached_property
+    def _free(self) -> list[_Item]:
+        return [item for item in self.items if not item.kept]
 
     def _nats(self) -> float:
         return sum(item.nats(item.level) for item in self.items)
@@ -224,8 +226,7 @@ class _Choice:
         choices = [range(len(self.budget.options(kind))) for kind in (0, 1, 2)]
         for levels in np.stack(np.meshgrid(*choices), -1).reshape(-1, 3).tolist():
             of_items = [
-                min(levels[2 if isinstance(item.which, int) else item.which[0]], len(item.options) - 1)
-                for item in self.items
+                0 if item.kept else levels[2 if isinstance(item.which, int) else item.which[0]] for item in self.items
             ]
             for item, level in zip(self.items, of_items, strict=True):
                 self._set(item, level)
@@ -248,7 +249,7 @@ class _Choice:
 
         heap = [(price(item), number) for number, item in enumerate(self.items) if more(item)]
         heapify(heap)
-        while heap and self._nats() > self.budget.nats + ROUNDING:  # what is kept may cost more than that
+        while heap and self._nats() > self.budget.nats + ROUNDING:
             _, number = heappop(heap)
             item = self.items[number]
             again = price(item)
@@ -263,7 +264,7 @@ class _Choice:
     def _give_back(self) -> None:
         """Give precision back where that takes no longer, the dearest first."""
         now_ns = self._taken_ns()
-        for item in sorted(self.items, key=lambda item: -item.nats(item.level)):
+        for item in sorted(self._free, key=lambda item: -item.nats(item.level)):
             for level in range(len(item.options) - 1, item.level, -1):
                 taken_ns = self._with(item, level)
                 if taken_ns <= now_ns:
@@ -277,15 +278,15 @@ class _Choice:
         for _ in range(MOST_ROUNDS):
             offers = [
                 (self._with(item, level), number, level)
-                for number, item in enumerate(self.items)
+                for number, item in enumerate(self._free)
                 for level in range(item.level)
                 if -item.saved(level) <= left
             ]
             best_ns, number, level = min(offers, default=(now_ns, 0, 0))
             if best_ns >= now_ns:
                 break
-            left += self.items[number].saved(level)
-            self._set(self.items[number], level)
+            left += self._free[number].saved(level)
+            self._set(self._free[number], level)
             now_ns, bought = best_ns, True
         return bought
 

@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.codecs import CODECS, GRADIENTS, LOW_RANK, gradient_codec
+from skippipe.codecs import CODECS, GRADIENTS, LOW_RANK, compared_bytes, gradient_codec
 from skippipe.constraints import circle
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import Fields, read_as
@@ -43,13 +43,17 @@ DEFAULT_PRICES: Prices = {
     "bf16": Price(0.0, 0.0, 0.001),  # weight gradients: no dearer than int8
     "int8": Price(0.001, 0.001, 0.001),
     "fp8": Price(0.004, 0.004, None),
+    "int6": Price(0.002, None, None),
+    "int6-stochastic": Price(None, 0.002, None),
     "int4": Price(0.137, None, 0.002),
     "int4-stochastic": Price(None, 0.005, None),
     "int2": Price(None, None, 0.042),
+    "rank-64": Price(None, None, 0.013),
 }
 """By codec, from studies/codecs.toml: 46M parameters, 52M tokens, one seed. Runs with int8 were no worse than without
-(−0.002), which is within what one seed can tell; it has the least price that is not nothing. A codec or kind that is
-not here has not been measured, and is not chosen unless a file has a price for it."""
+(−0.002), which is within what one seed can tell; it has the least price that is not nothing. So were those with int6
+(−0.003), which has fewer bits and twice that price. A codec or kind that is not here has not been measured, and is not
+chosen unless a file has a price for it."""
 
 
 def read_prices(path: Path) -> Prices:
@@ -76,6 +80,12 @@ def prices_of(table: Any) -> Prices:
     return found
 
 
+def priced_gradients(prices: Prices, *, low_rank: bool = True) -> list[str]:
+    """What weight gradients can be averaged as, of all that have a price; `low_rank`: also as factors."""
+    priced = [codec for codec in GRADIENTS if prices.get(codec, Price()).weight_gradients is not None]
+    return [codec for codec in priced if low_rank or codec not in LOW_RANK]
+
+
 @dataclass(frozen=True)
 class CodecBudget:
     """Codecs that will do, and what they may cost together."""
@@ -90,9 +100,8 @@ class CodecBudget:
     @classmethod
     def of(cls, nats: float, prices: Prices, hops: Sequence[str] = (), gradients: Sequence[str] = ()) -> CodecBudget:
         """The budget; without codecs, all that have a price. UserError if one has none."""
-        known = [codec for codec in GRADIENTS if codec in prices]
-        hops = hops or [codec for codec in known if prices[codec].activations is not None]
-        gradients = gradients or [codec for codec in known if prices[codec].weight_gradients is not None]
+        hops = hops or [codec for codec in CODECS if prices.get(codec, Price()).activations is not None]
+        gradients = gradients or priced_gradients(prices)
         for codecs, kind, what in ((hops, 0, "activations"), (gradients, 2, "weight gradients")):
             for codec in codecs:
                 if prices.get(codec, Price())[kind] is None:
@@ -117,8 +126,10 @@ class CodecBudget:
     def usual(self) -> tuple[str, str]:
         """The cheapest codecs of hops and of weight gradients, and of several the smallest: where nothing is gained by
         others."""
-        hop = min(self.hops, key=lambda codec: (self.uniform_nats(codec, "fp32"), _size(codec)))
-        return hop, min(self.gradients, key=lambda codec: (self.prices[codec].weight_gradients or 0.0, _size(codec)))
+        hop = min(self.hops, key=lambda codec: (self.uniform_nats(codec, "fp32"), compared_bytes(codec)))
+        return hop, min(
+            self.gradients, key=lambda codec: (self.prices[codec].weight_gradients or 0.0, compared_bytes(codec))
+        )
 
     def options(self, kind: int) -> list[tuple[str, float]]:
         """Codecs of a kind of values, in the order of `Price`, with their prices: the fewest bytes first, and each
@@ -126,7 +137,7 @@ class CodecBudget:
         codecs = (self.hops, (*self.hops, *map(gradient_codec, self.hops)), self.gradients)[kind]
         priced = [(codec, nats) for codec in codecs if (nats := self._price(codec, kind)) is not None]
         found: list[tuple[str, float]] = []
-        for codec, nats in sorted(priced, key=lambda option: (_size(option[0]), option[1])):
+        for codec, nats in sorted(priced, key=lambda option: (compared_bytes(option[0]), option[1])):
             if not found or nats < found[-1][1]:
                 found.append((codec, nats))
         return found
@@ -158,10 +169,6 @@ class CodecBudget:
 
 def _with(workload: Workload, hop: str, gradient: str) -> Workload:
     return replace(workload, wire_dtype=hop, gradient_dtype=gradient, wire_dtypes=(), gradient_dtypes=())
-
-
-def _size(codec: str) -> int:
-    return GRADIENTS[codec].expected_bytes(2**20)
 
 
 def message_shares(plan: Plan) -> dict[Message, float]:

@@ -1,10 +1,10 @@
-"""Node allocation as in the study: a genetic search over partitions of the nodes into stages.
+"""Node allocation as in the paper: a genetic search over partitions of the nodes into stages.
 
 The score of a partition is its widest edge inside a stage (gradient averaging waits for it) plus twice the best tour
 over the stages, where the edge between two stages comes from a matching of their nodes and the order of the stages is
 a travelling salesman's. Five-point crossover, repair of the sizes, cyclic exchanges between stages as refinement.
 
-The study's score is for passes alone. Where an iteration includes averaging, both terms are weighed by what they cost
+The paper's score is for passes alone. Where an iteration includes averaging, both terms are weighed by what they cost
 there: the slowest ring in full, and as many round trips over the visited share of the tour as a lane has microbatches.
 """
 
@@ -35,7 +35,7 @@ def allocate(problem: Problem, budget: Budget, seed: int, keep: int = 8) -> list
 
 
 def pairwise_s(problem: Problem) -> Floats:
-    """Seconds of a hop there and back, halved; what the study calls an edge."""
+    """Seconds of a hop there and back, halved; what the paper calls an edge."""
     hop = problem.costs.hop_ns / 1e9
     return (hop + hop.T) / 2
 
@@ -98,7 +98,7 @@ class _GeneticSearch:
         return self.matching_s[a, b]
 
     def _within_s(self, group: frozenset[int], stage: int) -> float:
-        """Seconds inside a group: the study's widest edge; or its averaging, as stage 0 or as another one."""
+        """Seconds inside a group: the paper's widest edge; or its averaging, as stage 0 or as another one."""
         if (group, stage) not in self.within_s:
             members = list(group)
             costs = self.problem.costs
@@ -110,7 +110,7 @@ class _GeneticSearch:
         return self.within_s[group, stage]
 
     def _rounds(self, lanes: int) -> float:
-        """Round trips of a lane in an iteration; the study counts one."""
+        """Round trips of a lane in an iteration; the paper counts one."""
         if self.problem.timing is Timing.CONTENTION_ONLY:
             return 1.0
         return self.problem.workload.microbatches / max(1, lanes) * self.problem.visited / self.problem.stages

@@ -1,4 +1,4 @@
-"""The study's settings, ready to plan: `published18`, `published20`, `published42`."""
+"""The paper's settings, ready to plan: `published18`, `published20`, `published42`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from skippipe.workload import Workload
 
 @dataclass(frozen=True)
 class Example:
-    """A cluster with the workload and the pipeline that the study ran on it."""
+    """A cluster with the workload and the pipeline that the paper ran on it."""
 
     cluster: Cluster
     workload: Workload
@@ -28,7 +28,7 @@ class Example:
     visited: int
     sizes: tuple[int, ...]
     timing: Timing = Timing.CONTENTION_ONLY
-    """The study's timing, so that its figures can be compared."""
+    """The paper's timing, so that its figures can be compared."""
     placement: Placement | None = None
     """The published placement; None: it was not published."""
     paths: dict[str, tuple[Lane, ...]] = field(default_factory=dict)
@@ -38,11 +38,11 @@ class Example:
 def _published_cluster(name: str, locations: list[str], hop_overhead_s: float, slip: bool) -> Cluster:
     table = data("regions12.json")
     latency_s, bandwidth = np.array(table["latency_s"]), np.array(table["bandwidth_bytes_per_s"])
-    if slip:  # the study's table gives this pair 1/1024 of its true bandwidth, and its plans were made with that
+    if slip:  # the paper's table gives this pair 1/1024 of its true bandwidth, and its plans were made with that
         nl, london = table["locations"].index("NL"), table["locations"].index("London")
         bandwidth[[nl, london], [london, nl]] /= 1024
     site_of = [table["locations"].index(place) for place in locations]
-    memory_bytes = 80 * GIB  # never the limit: the study gives every node three slots, whatever the microbatch
+    memory_bytes = 80 * GIB  # never the limit: the paper gives every node three slots, whatever the microbatch
     return at_sites(name, table["locations"], site_of, latency_s, bandwidth, hop_overhead_s, memory_bytes)
 
 
@@ -59,7 +59,7 @@ def _published_workload(samples: int, microbatches: int) -> Workload:
 
 
 def published20() -> Example:
-    """20 nodes in 12 regions, 6 stages, a third skipped, with the paths that the study published for it."""
+    """20 nodes in 12 regions, 6 stages, a third skipped, with the paths that the paper published for it."""
     found = data("published20.json")
     paths = {name: [tuple(path) for path in each] for name, each in found["paths"].items()}
     lanes = {name: tuple(Lane(path, 2) for path in each) for name, each in paths.items()}

@@ -1,7 +1,7 @@
 """The planning strategies: from a problem to a plan.
 
 best        all decision variables at once by annealing, better with every second (the default)
-skippipe    the study's method: genetic allocation, then conflict-based search that avoids collisions (TC2)
+skippipe    the paper's method: genetic allocation, then conflict-based search that avoids collisions (TC2)
 no-tc2      the same without TC2: every lane takes the shortest path that the other rules leave
 dtfm-skip   the round-robin baseline: skips as many stages and keeps the rules, but ignores the network
 dtfm        the full pipeline: all stages in order, one path a data node, for the same number of microbatches
@@ -27,6 +27,7 @@ from skippipe.planner.bounds.lower_bound import Bound, lower_bound
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget
 from skippipe.planner.genetic_allocation import allocate
+from skippipe.planner.missing_links import DETOURS, missing_links, plan_over_detours
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, lane_unit
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
@@ -40,12 +41,13 @@ from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
 
-CBS_SHARE = 0.3  # of the seconds, for the study's method, with which `best` begins if there are many lanes
+CBS_SHARE = 0.3  # of the seconds, for the paper's method, with which `best` begins if there are many lanes
 CBS_FROM_SIZE = 500  # nodes times lanes: fewer are searched as well without it
 CBS_FROM_S = 10.0  # in fewer seconds it finds little
 PARTS_SHARE = 0.3  # of the seconds or changes, for a large cluster in parts
 PART_FROM_S = 0.2  # in fewer seconds for a part, …
 PART_FROM_CHANGES = 2_000  # … or with fewer changes, its plan is worth little
+DETOURS_SHARE = 0.5  # of the seconds or changes, for plans around missing links
 FIRST_SHARE = 0.05  # of the seconds, for each of the plans that `best` can begin with
 FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes are counted
 EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for people who watch it
@@ -104,7 +106,7 @@ def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
 
 @cache
 def compile_kernels() -> None:
-    """Compile the kernels of the study's method, so that a budget is spent on the search alone: some ten seconds on a
+    """Compile the kernels of the paper's method, so that a budget is spent on the search alone: some ten seconds on a
     new machine, a fraction of one later."""
     work = Workload(MODELS["llama-30m"], microbatches=2)
     problem = Problem(datacentre(3), work, 3, 2)
@@ -149,6 +151,9 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
     elif _begins_in_parts(problem, request) and (in_parts := _in_parts(problem, request)):
         starts = [in_parts]
         changes *= 1 - PARTS_SHARE
+    elif missing_links(problem.cluster).any() and request.budget_s > 0:
+        starts = _around_missing_links(problem, request, until)
+        changes *= 1 - DETOURS_SHARE
     else:
         starts = _initial_plans(problem, request, until)
 
@@ -219,10 +224,38 @@ def _in_parts(problem: Problem, request: PlanRequest) -> Plan | None:
     return None
 
 
+def _around_missing_links(problem: Problem, request: PlanRequest, until: float) -> list[Plan]:
+    """Plans that `best` can begin with where links are missing, the best of them first."""
+    found: list[Plan] = []
+    reason = None
+    try:
+        found += _initial_plans(problem, request, until)
+    except Infeasible as error:
+        reason = error
+    with suppress(Infeasible):
+        found += _over_detours(problem, request)
+    if reason and not found:
+        raise reason
+    return sorted(found, key=iteration_ns)
+
+
+def _over_detours(problem: Problem, request: PlanRequest) -> list[Plan]:
+    """Plans over links that are there, found by way of detours."""
+    began, share = request.clock(), DETOURS_SHARE / len(DETOURS)
+
+    def find_plan(detoured: Problem, start: Plan | None, done: float) -> Plan:
+        request.progress("planning around missing links", DETOURS_SHARE * done, None)
+        left_s = DETOURS_SHARE * done * request.budget_s - (request.clock() - began)
+        limits = replace(request, budget_s=max(0.0, left_s), changes=share * request.changes, bound_s=0.0, robust=0.0)
+        return _best(detoured, replace(limits, start=start, progress=PlanRequest.progress))
+
+    return plan_over_detours(problem, find_plan)
+
+
 def _initial_plans(problem: Problem, request: PlanRequest, until: float) -> list[Plan]:
     """Plans that `best` can begin with, the best of them first.
 
-    On the stages of a full pipeline, too: these are fewer nodes, which averages sooner. And by the study's method, if
+    On the stages of a full pipeline, too: these are fewer nodes, which averages sooner. And by the paper's method, if
     lanes are many, so that a search is slow.
     """
     trials = 1 + FIRST_TRIALS // len(problem.cluster) if request.changes < math.inf else TRIALS

@@ -1,4 +1,4 @@
-"""The study's method: nodes are placed on stages by a genetic search, then paths are found by conflict-based search.
+"""The paper's method: nodes are placed on stages by a genetic search, then paths are found by conflict-based search.
 
 Also the round-robin baseline, with which each search begins.
 """
@@ -24,7 +24,7 @@ from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.validate import validate
 
-TRIALS = 8_000  # of the genetic search, as in the study
+TRIALS = 8_000  # of the genetic search, as in the paper
 SHORTLISTED = 200  # placements that get a first look: the whole population, if time allows
 FIRST_BRANCHES = 200  # branches for each of them
 BRANCHES = 10_000  # for the best of them, and for each way to group its lanes
@@ -138,7 +138,7 @@ class TwoPhaseSearch:
     def _agent_groupings(self, placement: Placement) -> list[list[LaneAgent]]:
         """Lanes as agents: all lanes of a data node on one path, which makes a small search; then every lane by itself.
 
-        Without TC2 the study gives every lane its own path from the start; a full pipeline has one path by definition.
+        Without TC2 the paper gives every lane its own path from the start; a full pipeline has one path by definition.
         """
         try:
             lanes = self.problem.lanes_of(placement)
@@ -205,7 +205,7 @@ def round_robin_paths(
     problem: Problem, placement: Placement, lanes: list[tuple[int, int]], seed: list[int]
 ) -> tuple[NodePath, ...]:
     """The round-robin baseline: one path for each (data node, microbatches), which ignores the network, but for links
-    that are missing. The study calls it DT-FM-skip.
+    that are missing. The paper calls it DT-FM-skip.
 
     Lane after lane takes the next L−1 stages of a circle over stages 1 … S−1. Lanes come in multiples of the unit, so
     the circle closes and every stage is visited equally often; inside a stage, lanes are distributed over the free

@@ -54,6 +54,9 @@ class ComputeBench:
     def fits(self, _message: Message, _expected: Any) -> bool:
         return False
 
+    def prefetch(self, given: Any, _device: int) -> Any:
+        return given
+
     def _passes(self) -> list[list[float]]:
         work = self.workload
         tasks = StageStep(

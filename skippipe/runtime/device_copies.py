@@ -73,9 +73,10 @@ class BackgroundCopies:
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("to-device", "to-host")]
         """They end when nothing refers to them any more."""
         self._ahead: weakref.WeakSet[Copy] = weakref.WeakSet()
+        """To this device, not to another one of the node."""
 
     def encode(self, tensor: Tensor, codec: str) -> EncodedTensor:
-        raw = CODECS[codec].encode(tensor.detach().reshape(-1))
+        raw = CODECS[codec].encode_tensor(tensor)
         if not self._cuda and raw.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             raw = raw.clone()
         here = torch.empty(raw.shape, dtype=torch.uint8, pin_memory=self._cuda)
@@ -92,7 +93,7 @@ class BackgroundCopies:
         return MovingTensor(encoded.dtype, encoded.shape, encoded.data, encoded.starts, copy)
 
     def decode(self, encoded: EncodedTensor) -> Tensor:
-        copy = encoded.copy if isinstance(encoded, MovingTensor) and encoded.is_coming else None
+        copy = encoded.copy if isinstance(encoded, MovingTensor) and encoded.copy in self._ahead else None
         if copy is None:
             if isinstance(encoded, MovingTensor):
                 encoded.wait()
@@ -103,8 +104,7 @@ class BackgroundCopies:
             now = torch.cuda.current_stream(self._device)
             now.wait_event(there)
             raw.record_stream(now)
-        flat = CODECS[encoded.dtype].decode(raw, encoded.values)
-        return flat.to(torch.float32).reshape(encoded.shape)
+        return CODECS[encoded.dtype].decode_tensor(raw, encoded.shape).to(torch.float32)
 
     def settle(self) -> None:
         if (computed := self._event()) is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from skippipe.collectives.schedule import Schedule
+from skippipe.errors import first_line
 from skippipe.model.stage_step import StageStep
 from skippipe.runtime.node.ops import (
     OPS_OF_AVERAGING,
@@ -84,6 +85,11 @@ class DevicePool:
     def fits(self, message: Message, expected: Schedule) -> bool:
         return self.first.fits(message, expected)
 
+    def prefetch(self, given: Any, device: int) -> Any:
+        """To that device, unless it has failed."""
+        there = self.devices.get(device)
+        return given if there is None else there.prefetch(given)
+
     def lose(self, device: int, reason: str) -> None:
         """A device has failed, and is not the last: its stage, and what it has added up, are gone."""
         former_first, failed = self.first, self.devices.pop(device)
@@ -106,7 +112,7 @@ class DevicePool:
         except torch.AcceleratorError as error:
             if len(self.devices) == 1:
                 raise
-            self.lose(device, _first_line(error))
+            self.lose(device, first_line(error))
             return self._unreported.pop()
 
     def _run_on_all(self, op: Op) -> Any:
@@ -132,7 +138,7 @@ class DevicePool:
                     total[part].add_(gradient[part].to(total.device))
                 gradient.zero_()
             except torch.AcceleratorError as error:
-                self.lose(first if _responds(each) else device, _first_line(error))
+                self.lose(first if _responds(each) else device, first_line(error))
                 return self._unreported.pop()
         return None
 
@@ -145,7 +151,7 @@ class DevicePool:
             except torch.AcceleratorError as error:
                 if _responds(each):
                     raise  # the first has failed, and the gradient is gone with it
-                self.lose(device, _first_line(error))
+                self.lose(device, first_line(error))
 
 
 def _responds(executor: StageExecutor) -> bool:
@@ -155,7 +161,3 @@ def _responds(executor: StageExecutor) -> bool:
     except torch.AcceleratorError:
         return False
     return True
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

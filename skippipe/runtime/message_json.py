@@ -13,6 +13,7 @@ import msgspec
 from skippipe.errors import UserError
 from skippipe.runtime.messages import ControlMessage, tag_of
 from skippipe.runtime.state_source import StateSource
+from skippipe.transport.message import Message, MessageKind
 
 MOST_QUOTED = 200  # characters of an error about a message; it goes into logs and to the coordinator
 NON_FINITE = ("nan", "inf", "-inf")  # JSON has no such numbers, but a loss may be one, and must be seen
@@ -39,6 +40,13 @@ def from_json(value: Any) -> ControlMessage:
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for surrogates in names of fields
         raise UserError(ascii(_explained(str(error), value))[1:-1][:MOST_QUOTED]) from None
     return control
+
+
+def control_of(message: Message) -> ControlMessage:
+    """The control message that came; UserError if it is none, or cannot be read."""
+    if message.kind is not MessageKind.CONTROL:
+        raise UserError("a tensor where there should be none")
+    return from_json(message.body)
 
 
 def _to_plain(value: Any) -> Any:

@@ -57,6 +57,12 @@ class RequestCallback(ControlMessage, frozen=True):
     """Where the node takes such calls; 0: nowhere."""
 
 
+class CallFailed(ControlMessage, frozen=True):
+    """The node was to call a peer, and nobody answers there."""
+
+    peer: str
+
+
 class Ready(ControlMessage, frozen=True):
     """The node's stage is built, with its state, and the node can begin an iteration."""
 
@@ -126,7 +132,7 @@ class Averaged(ControlMessage, frozen=True):
     sent_bytes: list[list[Count]]
     """Receiver, and bytes of tensors sent to it in this iteration."""
     speeds: list[list[Count]]
-    """Kind of task (see `microbatch_scheduler.KINDS_OF_TASK`), number of tasks, and ns that they took."""
+    """Kind of task (0 forward, 1 head, 2 backward, 3 weight gradients), number of tasks, and ns that they took."""
     lags: list[list[float]]
     """Sender, and the least seconds from there to here; by two clocks, so only there and back together mean much."""
     closing: list[Count] = []

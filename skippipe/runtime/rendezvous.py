@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import combinations, permutations
 from math import inf
 from typing import Any, Protocol
 
@@ -22,9 +23,10 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, HELD_UP
 from skippipe.runtime.fencing import Fence, stamp_of, stamped
-from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.message_json import control_of, to_json
 from skippipe.runtime.messages import (
     CallBack,
+    CallFailed,
     ControlMessage,
     Hello,
     PeerUpdate,
@@ -36,7 +38,7 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, RelayInfo, RelayPool
 from skippipe.transport.addresses import join_address, split_all
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
-from skippipe.transport.message import Message, MessageKind, Received
+from skippipe.transport.message import Message, Received
 from skippipe.transport.relay import CALLEE, CALLER
 from skippipe.transport.token_gate import TOKEN_BYTES, token_of
 
@@ -45,6 +47,7 @@ CLOSE_LINGER_S = 1.0  # for the last messages to leave
 REACHED_S = 5.0  # for a node to be reached at the address that it announces; then it has to call
 NOT_THE_NODE = (LossReason.HANDSHAKE, LossReason.FOREIGN)  # another machine has this address here
 TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+REQUESTED_S = 10.0  # from a request to be called to the report that it failed
 REJOIN_REQUEST_S = 1.0  # from one request to a node that was declared dead to the next
 
 EndedNodes = Callable[[], Iterable[tuple[str, str]]]
@@ -76,6 +79,8 @@ class Listener:
     """Called with a node that cannot be reached, and with the address that it has announced."""
     on_relay: Callable[[str, RelayInfo | None], None] = lambda name, info: None
     """Called with a relay that has come, and what it may carry, or that is gone (None)."""
+    on_apart: Callable[[str, str], None] = lambda a, b: None
+    """Called with two nodes of which neither can call the other, as both have said."""
     fence: Fence = field(default_factory=lambda: Fence(int(time.time())))
     """Keeps stale messages out. Where nothing tells how many coordinators there were, a clock is a good guess."""
     addresses: dict[str, str] = field(init=False, default_factory=dict)
@@ -92,6 +97,10 @@ class Listener:
     """Node → the secret of the streams that it opens, if it cannot be reached."""
     _calls: dict[str, tuple[float, list[Message]]] = field(init=False, default_factory=dict)
     """Node that has not been reached yet → until when it is called, and what was sent to it meanwhile."""
+    _requested_at: dict[tuple[str, str], float] = field(init=False, default_factory=dict)
+    """Node and peer → when the node last asked to be called by it."""
+    _apart: set[frozenset[str]] = field(init=False, default_factory=set)
+    """Pairs of nodes of which neither can call the other, though one or both can be called from here."""
     relay_names: frozenset[str] = field(init=False, default=frozenset())
     """Members that may join as relays."""
     _pool: RelayPool = field(init=False, default_factory=RelayPool)
@@ -105,6 +114,7 @@ class Listener:
         """Make a node reachable, and tell the others its address; UserError if that is no address."""
         self._open(name, address)
         self.addresses[name] = address
+        self._apart = {pair for pair in self._apart if name not in pair}
         self._disconnected.pop(name, None)
         self.fence.joined(name)
         if address == OUT_ONLY:
@@ -116,12 +126,17 @@ class Listener:
     def _tell_others(self, name: str) -> None:
         for other in self.addresses:
             if other != name:
-                self.send(other, PeerUpdate(self.peer_addresses([name])))
+                self.send(other, PeerUpdate(self.peer_addresses([name], other)))
 
     def apart_from(self, name: str) -> list[str]:
         """Connected nodes that a node cannot call, and that cannot call it; none while there is a relay."""
-        others = [other for other, address in self.addresses.items() if other != name and address == OUT_ONLY]
-        return others if self.addresses.get(name) == OUT_ONLY and not self.relays else []
+        return [] if self.relays else [other for other in self.addresses if {name, other} in self.pairs_apart()]
+
+    def pairs_apart(self) -> list[frozenset[str]]:
+        """Pairs of connected nodes of which neither can call the other."""
+        out_only = [name for name, address in self.addresses.items() if address == OUT_ONLY]
+        pairs = {frozenset(pair) for pair in combinations(out_only, 2)}
+        return sorted(pairs | {pair for pair in self._apart if pair <= self.addresses.keys()}, key=sorted)
 
     @property
     def relays(self) -> Mapping[str, RelayInfo]:
@@ -142,9 +157,14 @@ class Listener:
         self.mailbox.disconnect(name, linger_s)
         return True
 
-    def peer_addresses(self, names: Iterable[str]) -> dict[str, Any]:
-        """Address and public key of each node, as `PeerUpdate` has them."""
-        return {name: [self.addresses.get(name, ""), self.publics.get(name)] for name in names}
+    def peer_addresses(self, names: Iterable[str], receiver: str) -> dict[str, Any]:
+        """Address and public key of each node, as `PeerUpdate` has them; without the address of one that the receiver
+        meets at a relay."""
+        met = {name for pair in self._apart if receiver in pair for name in pair & self.addresses.keys()}
+        return {
+            name: [OUT_ONLY if name in met and self.relays else self.addresses.get(name, ""), self.publics.get(name)]
+            for name in names
+        }
 
     def send(self, name: str, control: ControlMessage) -> None:
         self.send_message(name, stamped(to_json(control), self.fence.stamp(name)))
@@ -173,9 +193,7 @@ class Listener:
         """The control message, if it can be read and is not stale."""
         name, stamp = received.peer, stamp_of(received.message)
         try:
-            if received.message.kind is not MessageKind.CONTROL:
-                raise UserError("a tensor where there should be none")
-            control = from_json(received.message.body)
+            control = control_of(received.message)
         except UserError as error:
             self.malformed[name] += 1
             if self.malformed[name] == 1:
@@ -188,6 +206,9 @@ class Listener:
                 return None
             if isinstance(control, RequestCallback):
                 self._pass_on(name, control)
+                return None
+            if isinstance(control, CallFailed):
+                self._call_failed(name, control.peer)
                 return None
             if isinstance(control, Hello):
                 self._secrets[name] = control.callback
@@ -222,6 +243,8 @@ class Listener:
         if self._pool.remove(name):
             self.mailbox.disconnect(name, CLOSE_LINGER_S)
             log.info("relay '%s' is gone: %s", name, how)
+            if not self.relays:
+                self._tell_apart(self._apart)
             self.on_relay(name, None)
 
     def _heard_relay(self, name: str, hello: Hello) -> None:
@@ -240,6 +263,8 @@ class Listener:
             return
         if self._pool.heard(name, info, time.monotonic()):
             log.info("relay '%s' is at %s", name, info.address)
+            if len(self.relays) == 1:
+                self._tell_apart(self._apart)
             self.on_relay(name, info)
 
     def _is_not_there(self, name: str, until: float, lost: LossReason | None) -> bool:
@@ -265,7 +290,9 @@ class Listener:
         address = self.addresses.get(name, OUT_ONLY)
         if request.peer not in self.addresses.keys() - {name}:
             return
-        if address != OUT_ONLY and request.port:
+        self._requested_at[name, request.peer] = time.monotonic()
+        apart = self.relays and {name, request.peer} in self._apart
+        if address != OUT_ONLY and request.port and not apart:
             where = [join_address(host, request.port) for host, _ in split_all(address)]
             self.send(request.peer, CallBack(name, ",".join(where), request.token))
         elif relay := self._pool.choose(name, request.peer, time.monotonic()):
@@ -273,6 +300,23 @@ class Listener:
             self.send(relay, RelayGrant(name, request.peer, secret.hex()))
             self.send(name, CallBack(request.peer, meeting, "", token_of(secret, CALLER).hex()))
             self.send(request.peer, CallBack(name, meeting, request.token, token_of(secret, CALLEE).hex()))
+
+    def _call_failed(self, name: str, peer: str) -> None:
+        """A node was to call a peer that cannot call it, and cannot either."""
+        pair = frozenset((name, peer))
+        recent = time.monotonic() < self._requested_at.get((peer, name), -inf) + REQUESTED_S
+        if recent and pair <= self.addresses.keys() and pair not in self._apart:
+            log.warning("'%s' and '%s' cannot call each other", name, peer)
+            self._apart.add(pair)
+            if self.relays:
+                self._tell_apart([pair])
+            self.on_apart(name, peer)
+
+    def _tell_apart(self, pairs: Iterable[frozenset[str]]) -> None:
+        """Nodes that cannot call each other are told to meet at a relay; or to try again, if there is none."""
+        for name, peer in (order for pair in pairs for order in permutations(sorted(pair))):
+            if {name, peer} <= self.addresses.keys():
+                self.send(name, PeerUpdate(self.peer_addresses([peer], name)))
 
     def _open(self, name: str, address: str) -> None:
         self._stuck.discard(name)
@@ -360,7 +404,7 @@ class Rendezvous(Listener):
             self.host.refused(name, str(error))
             return
         self._last_seen[name] = time.monotonic()
-        self.send(name, Welcome(self.node_config, self.peer_addresses(self.names)))
+        self.send(name, Welcome(self.node_config, self.peer_addresses(self.names, name)))
         self.host.joined(name)
 
     def _refuse_version(self, name: str, hello: Hello) -> None:

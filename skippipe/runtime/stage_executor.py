@@ -5,7 +5,7 @@ It knows the stage and the model, and nothing of lanes or other nodes: the plan 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, cast
@@ -54,7 +54,7 @@ from skippipe.runtime.node.ops import (
 )
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.transport.message import GradientPiece, Hop, Message
+from skippipe.transport.message import GradientPiece, Message
 from skippipe.workload import Workload
 
 CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
@@ -154,9 +154,11 @@ class StageExecutor:
             case WriteState():
                 return self._write_state(work.part, work.given, work.digest)
             case CopyEnds():
-                weights = self.tasks.weights
-                ends = [weights.read_state(slot.start, slot.size).cpu() for slot in embedding_slots(weights.slots)]
-                self._backup = work.iterations, torch.cat(ends)
+                ends = embedding_slots(self.tasks.weights.slots)
+                self._backup = (
+                    work.iterations,
+                    self._on_host([range(slot.start, slot.start + slot.size) for slot in ends]),
+                )
                 return None
             case OpenBackup():
                 return self._open_backup(work.source, work.iterations)
@@ -176,13 +178,8 @@ class StageExecutor:
     def _is_hop(self, body: EncodedTensor) -> bool:
         return body.shape == self._shape and body.dtype in self._wire_dtypes
 
-    def prefetch(self, message: Message) -> Message:
-        """The message, whose tensor is on its way to the device if a task is going to need it there. Called on another
-        thread than `run`."""
-        body = message.body
-        if not isinstance(message.header, Hop) or not isinstance(body, EncodedTensor) or not self._is_hop(body):
-            return message
-        return replace(message, body=self._copies.bring(body))
+    def prefetch(self, given: Any, _device: int = 0) -> Any:
+        return self._copies.bring(given) if isinstance(given, EncodedTensor) and self._is_hop(given) else given
 
     def _settled(self, result: OpResult) -> OpResult:
         """A result that was computed, apart from what is on its way to the host; within one process nobody waits."""
@@ -238,13 +235,18 @@ class StageExecutor:
         self._averaged = None
 
     def _take_snapshot(self) -> None:
-        """Copy what training changes to the host, piece by piece: state is read in more bits than it may be held in."""
-        weights = self.tasks.weights
-        size = weights.trained_values
-        self._snapshot = torch.empty(size)
-        for first in range(0, size, CHUNK_VALUES):
-            count = min(CHUNK_VALUES, size - first)
-            self._snapshot[first : first + count] = weights.read_state(first, count)
+        """Copy what training changes to the host."""
+        self._snapshot = self._on_host([range(self.tasks.weights.trained_values)])
+
+    def _on_host(self, parts: Sequence[range]) -> Tensor:
+        """Parts of the state, one after another, read piece by piece: in more bits than it may be held in."""
+        found, at = torch.empty(sum(map(len, parts))), 0
+        for part in parts:
+            for first in range(part.start, part.stop, CHUNK_VALUES):
+                count = min(CHUNK_VALUES, part.stop - first)
+                found[at : at + count] = self.tasks.weights.read_state(first, count)
+                at += count
+        return found
 
     def _read_weights(self, piece: int, *, kept: bool) -> EncodedTensor | None:
         """A chunk of the snapshot if it was `kept` for a checkpoint, else of the weights as they are; None after the

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from skippipe.cluster import DeviceMode
+from skippipe.codecs import compile_on_device
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.cost_model import device_layers, device_mode
-from skippipe.model.sharded_stage import ShardedStep, check_sharded
+from skippipe.model.sharded_stage import ShardedStep
 from skippipe.model.stage import layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
 from skippipe.plan import Plan
@@ -99,8 +100,13 @@ def build_stage_executor(
     spec, plan = node_config.spec(), node_config.plan
     layers = layer_ranges(plan.layers)[stage]
     counts = device_layers(plan.workload, stage, len(layers), len(devices))
-    if len(devices) > 1:
-        check_sharded(spec, node_config.learning, node_config.recipe.early_exit)
+    if node_config.compiled:
+        compile_on_device()
+    held = [
+        (at, device, part)
+        for at, (device, part) in enumerate(zip(devices, layer_ranges(counts), strict=True))
+        if part or (stage == 0 and at == 0)
+    ]
     parts = [
         StageStep(
             spec,
@@ -113,10 +119,9 @@ def build_stage_executor(
             split_backward=plan.split_backward,
             compiled=node_config.compiled,
             offload=plan.workload.offload == "optimizer",
-            bridges=trained_bridges(spec, stage, len(plan.layers)),
+            bridges=trained_bridges(spec, stage, len(plan.layers)) if at == held[-1][0] else None,
         )
-        for at, (device, part) in enumerate(zip(devices, layer_ranges(counts), strict=True))
-        if part or (stage == 0 and at == 0)
+        for at, device, part in held
     ]
     return StageExecutor(
         stage,

@@ -11,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from itertools import combinations
 from math import isfinite
 from queue import Empty, SimpleQueue
 
@@ -41,7 +40,7 @@ from skippipe.serving.scheduler import (
 )
 from skippipe.serving.step_protocol import step_messages
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.mailbox import OUT_ONLY, Mailbox, Security
+from skippipe.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,6 @@ class GatewayThread:
         settings: ServingSettings | None = None,
         cost: RouteCost | None = None,
         listen: str = "127.0.0.1:0",
-        security: Security = "curve",
         ended: EndedNodes = lambda: (),
         callback: GatewayCallback | None = None,
         admission: Admission | None = None,
@@ -84,7 +82,7 @@ class GatewayThread:
         self._admission = admission
         self._callback = callback or GatewayCallback()
         self._names = {number: name for name, number in node_config.number.items()}
-        self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
+        self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, depth=1024)
         self._rendezvous = Rendezvous(
             self._mailbox,
             node_config.stage_of,
@@ -92,6 +90,7 @@ class GatewayThread:
             host=self,
             on_out_only=lambda name, _: self._avoid_links(name),
             on_relay=lambda *_: self._relays_changed(),
+            on_apart=lambda *_: self._relays_changed(),
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
@@ -204,18 +203,14 @@ class GatewayThread:
         """Does nothing: a node takes no steps before it has its weights."""
 
     def _avoid_links(self, name: str) -> None:
-        """If a node cannot be called, it cannot meet others of its kind without a relay."""
+        """A node cannot meet others without a relay that it cannot call, and that cannot call it."""
         for other in self._rendezvous.apart_from(name):
             self._scheduler.link_broken(self._node_config.number[name], self._node_config.number[other])
 
     def _relays_changed(self) -> None:
-        number = self._node_config.number
-        out_only = [name for name, address in self._rendezvous.addresses.items() if address == OUT_ONLY]
-        for name in out_only:
-            self._avoid_links(name)
-        if self._rendezvous.relays:
-            for a, b in combinations(out_only, 2):
-                self._scheduler.link_mended(number[a], number[b])
+        change = self._scheduler.link_mended if self._rendezvous.relays else self._scheduler.link_broken
+        for pair in self._rendezvous.pairs_apart():
+            change(*(self._node_config.number[name] for name in pair))
 
     def lost(self, name: str, how: str) -> None:
         self._events["lost_nodes"] += 1

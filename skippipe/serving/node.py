@@ -7,6 +7,7 @@ route; from other nodes come tensors only, and only those that a step foresees a
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from skippipe.runtime.messages import (
     StepFailed,
     Stop,
 )
-from skippipe.runtime.node.interfaces import SERVING, BaseNode, NodeEnv, Role, Roles, node_devices
+from skippipe.runtime.node.interfaces import ALL_DEVICES, SERVING, BaseNode, NodeEnv, Role, Roles
 from skippipe.runtime.node.ops import op_name
 from skippipe.runtime.state_source import StateSource
 from skippipe.serving.step_protocol import (
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from skippipe.runtime.node.interfaces import JoinConfig
     from skippipe.serving.executor import ServingExecutor
 
+log = logging.getLogger(__name__)
 MAX_STEPS = 1024  # pending steps
 MAX_EARLY, MAX_EARLY_BYTES = 256, 2**28  # tensors of each sender that are kept before their step is known
 
@@ -259,6 +261,7 @@ ROLES: Roles = {SERVING: serving_role}
 def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConfig) -> ServingExecutor:
     from skippipe.inference.cached_stage import convert_stage
     from skippipe.inference.checkpoint_loader import built_in, fingerprint, load_stage, read_outline
+    from skippipe.model.spread_layers import SpreadLayers, inference_devices, weight_bytes
     from skippipe.serving.executor import ServingExecutor
 
     here = built_in(join_config.checkpoint or Path(node_config.checkpoint))
@@ -267,7 +270,19 @@ def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConf
     outline = read_outline(here)
     if fingerprint(outline.place) != node_config.fingerprint:
         raise UserError(f"{outline.place}: another model than the gateway's; copy that one here")
-    device = node_devices(join_config.devices, node_config.device, 1)[0]
-    model = load_stage(replace(outline, layers=node_config.layers), stage, device)
+    model = load_stage(replace(outline, layers=node_config.layers), stage)
     convert_stage(model, node_config.dtype)
+    asked = node_config.device if join_config.devices in (None, ALL_DEVICES) else join_config.devices
+    whole_bytes, shape = weight_bytes(model), outline.spec.shape
+    of_token = 2 * len(model.layers) * shape.kv_heads * shape.head_dim * next(model.parameters()).element_size()
+    devices = inference_devices(asked, whole_bytes + node_config.cache_tokens * of_token)
+    if len(devices) > 1:
+        gib = whole_bytes / 2**30, node_config.cache_tokens * of_token / 2**30
+        log.info(
+            "stage %d is spread over %d devices: %.2f GiB of weights, and %.2f of KV cache for a route",
+            stage,
+            len(devices),
+            *gib,
+        )
+    SpreadLayers(devices, whole_bytes).place(model)
     return ServingExecutor(stage, model, cache_tokens=node_config.cache_tokens, wire_dtype=node_config.wire_dtype)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from fractions import Fraction
 from hashlib import sha256
 from math import ceil
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, gradient_codec
 from skippipe.errors import UserError
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
-from skippipe.skip_schedule import SkipSchedule, deal_lengths, parse_share, visited_of
+from skippipe.skip_schedule import SkipSchedule, deal_lengths, parse_phases, parse_share, visited_of
 from skippipe.toml_config import read_toml
 from skippipe.value_ranges import (
     BUDGET_S,
@@ -33,7 +34,7 @@ from skippipe.value_ranges import (
     check_ranges,
 )
 
-LATER = ("bridges", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden")
+LATER = ("bridges", "heal", "adapters", "adapters_by_hop", "adapters_shared", "distill", "distill_hidden")
 """Recipe settings that older results do not have: left out where they are not set."""
 Rule = Literal["", "CC1", "CC2", "CC3"]
 DIGITS = 6  # of a rank
@@ -75,6 +76,8 @@ class EvalSettings:
     """Parts to draw of each share; all there are, if they are fewer."""
     wire: list[str] = field(default_factory=list)
     """Codecs: with each of them on all hops, parts are evaluated once more."""
+    questions: Annotated[int, Range(0, 100_000)] = 0
+    """Questions of each kind to make of every text in the end, at most, for the whole model and its parts; 0: none."""
 
     def __post_init__(self) -> None:
         for each in self.wire:
@@ -92,14 +95,23 @@ class PlanSettings:
     """Seconds of planning for each plan."""
 
 
+class HopCodecs(NamedTuple):
+    """Ids of codecs; empty: nothing is rounded."""
+
+    wire: str = ""
+    """Of activations."""
+    back: str = ""
+    """Of their gradients."""
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What is rounded on its way between nodes; ids of codecs, or empty: nothing is."""
 
     wire: str = ""
-    """Codec of activations on a hop."""
+    """Codec of activations on a hop; "bf16 until 65%, int4": one after another."""
     wire_back: str = ""
-    """Codec of their gradients on the way back; empty: the one that goes with it."""
+    """Codec of their gradients on the way back, or several, likewise; empty: the one that goes with it."""
     gradients: str = ""
     """Codec of weight gradients while they are averaged, in a direct exchange and with error feedback; or "rank-16":
     factors of this rank of every matrix (PowerSGD). In older results that is "rank 16"."""
@@ -116,11 +128,33 @@ class Traffic:
         check_ranges(self, "traffic")
         if self.basis != "tracked" and not self.subspace:
             raise UserError("traffic.basis: needs traffic.subspace, the rank of the basis")
-        for name in ("wire", "wire_back") if self.rank else ("wire", "wire_back", "gradients"):
-            if getattr(self, name):
-                _check_codec(getattr(self, name), f"traffic.{name}")
+        for name in ("wire", "wire_back"):
+            for _, codec in self._phases(name):
+                _check_codec(codec, f"traffic.{name}")
+        if self.gradients and not self.rank:
+            _check_codec(self.gradients, "traffic.gradients")
         if self.wire_back and not self.wire:
             raise UserError("traffic.wire_back: needs traffic.wire")
+
+    def _phases(self, name: str) -> list[tuple[Fraction, str]]:
+        """Codecs of `wire` or `wire_back`, and the share of the run at which each gives way to the next."""
+        text = getattr(self, name)
+        return parse_phases(text, f"traffic.{name}", "int4") if text else []
+
+    def hops(self, iteration: int = 0, iterations: int = 1) -> HopCodecs:
+        """The codecs of hops in an iteration of so many; empty: none."""
+        wire, back = (
+            next((codec for until, codec in self._phases(name) if iteration < ceil(until * iterations)), "")
+            for name in ("wire", "wire_back")
+        )
+        return HopCodecs(wire, back or (gradient_codec(wire) if wire else ""))
+
+    @property
+    def back_text(self) -> str:
+        """As `wire_back`, with the codecs that go with those of `wire` where it is empty."""
+        pairs = [(until, gradient_codec(codec)) for until, codec in self._phases("wire")]
+        texts = [codec if until == 1 else f"{codec} until {float(100 * until):g}%" for until, codec in pairs]
+        return self.wire_back or ", ".join(texts)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -177,6 +211,9 @@ class Variant:
     microbatches."""
     heal_passes: Annotated[int, ITERATIONS] = 1
     """How often the microbatches of an iteration are sent, on other paths each time, while only these learn."""
+    heal_epochs: Annotated[int, ITERATIONS] = 1
+    """How often the text is gone over while only these learn, from its first to its last and on other paths each time:
+    so much less of it there is."""
     heal_fit: Annotated[int, Range(0, 10_000)] = 0
     """When only these begin to learn, bridges become the linear maps that come closest to what they leave out, by the
     hidden states of the whole model on the text of the next so many iterations; 0: they begin as they are."""
@@ -195,6 +232,10 @@ class Variant:
             raise UserError(f"variant '{self.name}': bridges need the rules: leave out 'breaks', or recipe.bridges")
         if self.recipe.heal and self.traffic.gradients:
             raise UserError(f"variant '{self.name}': traffic.gradients: not with recipe.heal; leave out one of them")
+        if self.heal_epochs > 1 and not self.recipe.heal:
+            raise UserError(
+                f"variant '{self.name}': heal_epochs: add recipe.heal, from where on text is gone over again"
+            )
         if self.heal_fit and not (self.recipe.heal and self.recipe.bridges):
             raise UserError(f"variant '{self.name}': heal_fit: add recipe.heal and recipe.bridges, which are fitted")
 
@@ -281,6 +322,13 @@ class StudyRun:
         """Iterations in which the whole model is trained; then only bridges and adapters are."""
         return ceil(self.variant.recipe.heal_at * self.iterations)
 
+    def text_of(self, iteration: int) -> int:
+        """The iteration whose text this one has: its own, or while healing one that was there before."""
+        begin = self.heals_at
+        if iteration < begin or self.variant.heal_epochs == 1:
+            return iteration
+        return begin + (iteration - begin) % ceil((self.iterations - begin) / self.variant.heal_epochs)
+
     def steps(self, iteration: int) -> tuple[int, int]:
         """Parts of the microbatches with a step for each, and how often all of them are sent."""
         heals = iteration >= self.heals_at
@@ -318,7 +366,7 @@ class StudyRun:
         for name in LATER:
             if not variant["recipe"][name]:
                 del variant["recipe"][name]
-        for name in ("heal_rate", "heal_split", "heal_passes"):
+        for name in ("heal_rate", "heal_split", "heal_passes", "heal_epochs"):
             if variant[name] == 1:
                 del variant[name]
         if not variant["heal_fit"]:
@@ -329,6 +377,8 @@ class StudyRun:
         measuring = asdict(study.measuring)
         if not study.measuring.wire:
             del measuring["wire"]
+        if not study.measuring.questions:
+            del measuring["questions"]
         del variant["model"], variant["optimizer"]
         return {
             "model": self.variant.model or study.model,
@@ -352,11 +402,12 @@ class StudyRun:
         settings, recipe = self.settings, asdict(self.variant.recipe)
         lengths = [self.path_lengths(number) for number in range(self.heals_at)]
         young = sum(self.variant.recipe.is_young(number, self.iterations) for number in range(self.heals_at))
-        for name in ("skip", "grow", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden"):
+        for name in {"skip", "grow", *LATER} - {"bridges"}:
             del recipe[name]
         if min(map(min, lengths)) == self.variant.stages:
             del recipe["bridges"]  # nothing goes over them before
         del settings["variant"], settings["iterations"]
+        settings["measuring"].pop("questions", None)  # they are asked in the end
         variant = self.variant
         traffic = [variant.traffic.settings] if variant.traffic != Traffic() else []
         known = settings, variant.stages, variant.layers, variant.breaks, recipe, lengths, young, self.seed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -34,12 +34,13 @@ from skippipe.model.stage import (
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
-from skippipe.study.config import Traffic
+from skippipe.study.config import HopCodecs, Traffic
 from skippipe.study.cuda_graphs import GraphCache
 from skippipe.study.least_squares import fit_bridges
 from skippipe.study.path_sampling import group_by_stage
 from skippipe.study.traffic import Subspace, gradient_sum, sent
 
+ALL_OF_IT = HopCodecs()  # hops that round nothing
 COMPILED_KINDS = 64  # of passes of a layer: with adapters or without, with gradients or without, one or many samples
 
 
@@ -63,6 +64,8 @@ class StudyShape:
     """Microbatches that skip stages: they go over bridges, with adapters, and have the whole model as a teacher."""
     healing: bool = False
     """Only bridges and adapters are trained."""
+    hops: HopCodecs = ALL_OF_IT
+    """What is rounded on hops."""
 
     @property
     def counts(self) -> Counter[int]:
@@ -80,6 +83,7 @@ class StudyShape:
             tuple(step for each in shapes for step in each.steps),
             sum(each.skipping for each in shapes),
             shapes[0].healing,
+            shapes[0].hops,
         )
 
 
@@ -110,7 +114,7 @@ class Engine:
         self._lay_bridges(self._new_bridges(spec))
         self.adapters = self._new_adapters(self.stages, spec.seed)
         self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
-        self._low_precision = low_precision
+        self._low_precision, self.compiled = low_precision, compiled
         self._sum = gradient_sum(traffic, self._learned)
         self._subspace = self._new_subspace(spec)
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
@@ -176,9 +180,10 @@ class Engine:
         self.bridges = [each.to(self.device) for each in bridges]
         self.bridge_weights = [FlatParams(each.named_parameters(), self.learning) for each in self.bridges]
 
-    def fit_bridges(self, batches: Iterable[Tensor]) -> None:
-        """Make them the linear maps that come closest to what they leave out, on these token ids."""
-        fit_bridges(self.bridges, map(self._whole_states, batches))
+    def fit_bridges(self, batches: Iterable[Tensor], wire: str = "") -> None:
+        """Make them the linear maps that come closest to what they leave out, on these token ids; `wire`: with this
+        codec on hops."""
+        fit_bridges(self.bridges, (self._whole_states(each, wire) for each in batches))
 
     def grow(self, donors: Mapping[int, int]) -> None:
         """Make stages copies of others, with the state that the optimizer gives to grown layers."""
@@ -190,7 +195,7 @@ class Engine:
         """What recordings depend on beside their shape."""
         recipe = self.recipe
         of_recipe = recipe.early_exit, recipe.gradients, recipe.bridges, recipe.distill, recipe.distill_hidden
-        return self.learning.clip, self.traffic, recipe.adapters_by_hop, *of_recipe
+        return self.learning.clip, self.traffic, recipe.hop_rank, *of_recipe
 
     @property
     def _learned(self) -> list[FlatParams]:
@@ -210,18 +215,20 @@ class Engine:
         young: bool = False,
         healing: bool = False,
         rate: float | None = None,
+        hops: HopCodecs | None = None,
     ) -> Tensor:
         """Inputs and labels are [microbatches × samples, sequence]; the loss before the step, still on its device.
 
         `young`: the stages that are visited are the whole model yet, and stand for no others. `healing`: only bridges
-        and adapters learn. `rate`: instead of the one that `learning` has for this iteration.
+        and adapters learn. `rate`: instead of the one that `learning` has for this iteration. `hops`: their codecs,
+        where traffic has others later than in its first iteration.
         """
         size = len(visits) // self.traffic.parts
         samples = len(inputs) // len(visits)
         replicas = [
             self._shaped(visits[first : first + size], samples, young, healing) for first in range(0, len(visits), size)
         ]
-        shapes = tuple(shape for shape, _, _ in replicas)
+        shapes = tuple(replace(shape, hops=hops or self.traffic.hops()) for shape, _, _ in replicas)
         where = [each.to(self.device, non_blocking=True) for _, *both in replicas for each in both]
         if self._recordings is None:
             loss = self._gradients(shapes, inputs, labels, *where)
@@ -265,8 +272,14 @@ class Engine:
 
     @torch.no_grad()
     def loss_of(self, inputs: Tensor, labels: Tensor, visits: Visits, drive: float, wire: str = "") -> Tensor:
-        """The mean loss of these samples through these stages, each but stage 0 driven so much; over bridges and with
-        adapters, if there are any, where stages are missing. `wire`: the codec of hops, whatever it was in training."""
+        """The mean loss of these samples; as `hidden_of`."""
+        with self._autocast():
+            return self._loss(self.hidden_of(inputs, visits, drive, wire), labels)
+
+    @torch.no_grad()
+    def hidden_of(self, inputs: Tensor, visits: Visits, drive: float, wire: str = "") -> Tensor:
+        """What these samples are after these stages, each but stage 0 driven so much; over bridges and with adapters,
+        if there are any, where stages are missing. `wire`: the codec of hops, whatever it was in training."""
         with self._autocast():
             hidden = embedded = self._embed(inputs)
             missing = torch.full((len(hidden),), len(self.stages) - len(visits), device=self.device)
@@ -278,7 +291,7 @@ class Engine:
                 if self.bridges and target > stage + 1:
                     hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
                 hidden = self._sent(hidden, embedded, wire)
-            return self._loss(hidden, labels)
+        return hidden
 
     def _sent(self, hidden: Tensor, embedded: Tensor, wire: str, back: str = "") -> Tensor:
         """What arrives of activations of tokens with these embeddings."""
@@ -310,7 +323,7 @@ class Engine:
         `taught` are the samples that skip stages.
         """
         distills = bool(shape.skipping and self.recipe.distill) and self._stands_in(shape)
-        teacher = self._teacher(_chosen(inputs, taught)) if distills else None
+        teacher = self._teacher(_chosen(inputs, taught), shape.hops.wire) if distills else None
         with self._autocast():
             hidden, balance, early, apart = self._through(shape, inputs, places, taught, teacher)
             loss = self._loss(hidden, labels)
@@ -329,14 +342,14 @@ class Engine:
         """Whether there are adapters and a teacher yet; they wait for healing, if there is any."""
         return shape.healing or not self.recipe.heal
 
-    def _teacher(self, inputs: Tensor) -> Tensor:
+    def _teacher(self, inputs: Tensor, wire: str) -> Tensor:
         """The hidden states of the whole model after each stage, or only after the last if no others are needed."""
-        found = self._whole_states(inputs)
+        found = self._whole_states(inputs, wire)
         return torch.stack(found if self.recipe.distill_hidden else found[-1:])
 
     @torch.no_grad()
-    def _whole_states(self, inputs: Tensor) -> list[Tensor]:
-        """The hidden states of the whole model after each stage."""
+    def _whole_states(self, inputs: Tensor, wire: str = "") -> list[Tensor]:
+        """The hidden states of the whole model after each stage; `wire`: with this codec on hops."""
         self._set_adapters(None)
         found = []
         with self._autocast():
@@ -344,7 +357,7 @@ class Engine:
             for stage in self.stages:
                 hidden = stage(hidden)
                 found.append(hidden)
-                hidden = self._sent(hidden, embedded, self.traffic.wire)
+                hidden = self._sent(hidden, embedded, wire)
         return found
 
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
@@ -365,8 +378,7 @@ class Engine:
         scale = None
         if missing is not None:
             here = torch.as_tensor(left_out, device=self.device).expand(len(missing))
-            by_hop, rank = self.recipe.adapters_by_hop, self.recipe.adapters
-            scale = adapter_scale(missing, here, len(self.stages), rank, by_hop=by_hop)
+            scale = adapter_scale(missing, here, len(self.stages), self.recipe.adapters, self.recipe.hop_rank)
         for each in self.adapters:
             each.scale = scale
 
@@ -402,7 +414,7 @@ class Engine:
                 row = torch.searchsorted(taught, here).clamp(max=len(taught) - 1)
                 apart = apart + (self._distance(made, teacher[targets - 1, row]) * (missing > 0)).sum()
             theirs = embedded if all_visit else embedded.detach()[here]
-            made = self._sent(made, theirs, self.traffic.wire, self.traffic.wire_back)
+            made = self._sent(made, theirs, *shape.hops)
             hidden = made if all_visit else hidden.index_copy(0, here, made)
         return hidden, balance, early, apart
 
@@ -481,6 +493,3 @@ class _SelectRows(torch.autograd.Function):
 def _chosen(whole: Tensor, rows: Tensor) -> Tensor:
     chosen: Tensor = _SelectRows.apply(whole, rows)  # type: ignore[no-untyped-call]
     return chosen
-
-
-Shapes = tuple[StudyShape, ...]

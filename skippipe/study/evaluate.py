@@ -21,6 +21,7 @@ from skippipe.stage_subset import Visits, draw_subsets, residual_scale_of
 from skippipe.study.engine import Engine
 
 DRIVES = (0.0, 0.5, 1.0)
+DIGITS = 5  # of a loss in results
 EVALUATED_SAMPLES = 64  # at a time
 
 
@@ -70,7 +71,7 @@ class SubsetLoss:
     loss: float
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "loss": round(self.loss, DIGITS)}
 
 
 def mean_loss(engine: Engine, text: EvalText, tokens: int, visits: Visits, drive: float = 1.0, wire: str = "") -> float:

@@ -229,6 +229,11 @@ def _phases(skip: str, grow: str, stages: int, iterations: int) -> tuple[tuple[T
     )
 
 
+def times_file(folder: Path, planned: PlanSettings) -> Path:
+    """Where times of studies with these settings are kept."""
+    return folder / ("times.json" if planned.timing == PlanSettings().timing else f"times-{planned.timing}.json")
+
+
 def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: int = SEED) -> PlannedTimes:
     """Plan all that the study's variants need; the file has what was planned before, and gets what is planned now."""
     times = _begun(study, seed)

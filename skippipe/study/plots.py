@@ -19,8 +19,10 @@ from skippipe.json_fields import write_text
 from skippipe.report.html import figure_html, page, section, table_html
 from skippipe.report.png import INK, LINE_STYLES, blank, dress, literal, write_image
 from skippipe.report.summary import Table
+from skippipe.study.part_tables import increases
 from skippipe.study.planned_time import PlannedTimes, elapsed_s
-from skippipe.study.tables import FULL, Result, Runs, held_out, increases, total_s
+from skippipe.study.results import FULL, Result, Runs, held_out
+from skippipe.study.tables import total_s
 from skippipe.timeline import HUES
 
 SETTLED = 0.12  # share of the longest run before which losses are so high that they need not be in the picture

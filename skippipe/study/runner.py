@@ -5,7 +5,8 @@
 
 `curve` has [iteration, tokens, training loss since the last evaluation, held-out loss] for every evaluation, `whole`
 the loss on every text in the end, `parts` that of parts of the model, `parts_by_wire` the same with codecs on hops,
-`lengths` how many iterations had paths of which length.
+`lengths` how many iterations had paths of which length; `questions`, if there are any, the shares that were answered
+rightly.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from skippipe.checkpoint.bridges_file import write_bridges
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.prepare import prepare
@@ -34,8 +36,9 @@ from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.study.config import Study, StudyRun, kept_stages, read_results
 from skippipe.study.engine import Engine
-from skippipe.study.evaluate import EvalText, mean_loss, part_losses, router_use
+from skippipe.study.evaluate import EvalText, SubsetLoss, mean_loss, part_losses, router_use
 from skippipe.study.path_sampling import iteration_paths
+from skippipe.study.question_scores import part_scores, question_sets
 from skippipe.workload import Workload
 
 Clock = Callable[[], float]
@@ -87,6 +90,7 @@ class Runner:
         sequence = study.batch.sequence
         self.texts = {name: EvalText(each.ids, sequence, device.name) for name, each in folders.items()}
         self._text = EvalText(self.train.ids, sequence, device.name)
+        self._questions = question_sets(folders, study.measuring.questions, sequence, device.name)
         self._engines: dict[tuple[str, tuple[int, ...], int], Engine] = {}
 
     def run(self) -> None:
@@ -95,7 +99,8 @@ class Runner:
         for run in self.study.runs:
             began = self._clock()
             if run.key not in done and began + self._pace * run.work <= self._ends_at:
-                kept = self._models and self._models / f"{self.study.name}-{run.variant.name}-{run.seed}"
+                name = f"{self.study.name}-{run.variant.name}-{run.seed}".replace("/", "-")
+                kept = self._models and self._models / name
                 if kept:
                     check_empty(kept)
                 result = self.one(run)
@@ -132,12 +137,13 @@ class Runner:
                 continue
             if kept_file and number == run.heals_at and not resumed_at:
                 save_frozen(engine, kept_file, losses, curve, time.perf_counter() - began - evaluation_s)
+            hops = variant.traffic.hops(number, run.iterations)
             if variant.heal_fit and number == run.heals_at:
-                texts = range(number, min(run.iterations, number + variant.heal_fit))
-                engine.fit_bridges(self._text.iteration(sampler, each)[0] for each in texts)
+                texts = map(run.text_of, range(number, min(run.iterations, number + variant.heal_fit)))
+                engine.fit_bridges((self._text.iteration(sampler, each)[0] for each in texts), hops.wire)
             engine.grow(paths.born)
             young = len(paths.there) < variant.stages
-            inputs, labels = self._text.iteration(sampler, number)
+            inputs, labels = self._text.iteration(sampler, run.text_of(number))
             size = batch.microbatches // run.steps(number)[0]
             for begin in range(0, len(paths.visits), size):
                 row = begin % batch.microbatches * batch.samples
@@ -150,6 +156,7 @@ class Runner:
                     young=young,
                     healing=variant.recipe.heals(number, run.iterations),
                     rate=run.rate(number),
+                    hops=hops,
                 )
                 losses.append(loss)
             done = number + 1
@@ -164,6 +171,7 @@ class Runner:
         seconds = time.perf_counter() - began - evaluation_s
         kept = [kept_stages(share, variant.stages) for share in measuring.keep]
         kept = sorted({each for each in kept if 2 <= each < variant.stages}, reverse=True)
+        parts = self._part_losses(run, engine, kept)
         return {
             "study": study.name,
             "variant": variant.name,
@@ -178,8 +186,11 @@ class Runner:
                 name: round(mean_loss(engine, text, measuring.final_tokens, paths.there), 5)
                 for name, text in self.texts.items()
             },
-            "parts": self._parts(run, engine, kept),
-            "parts_by_wire": {wire: self._parts(run, engine, kept, wire) for wire in measuring.wire},
+            "parts": [each.to_json() for each in parts],
+            "parts_by_wire": {
+                wire: [each.to_json() for each in self._part_losses(run, engine, kept, wire)] for wire in measuring.wire
+            },
+            **self._answers(engine, parts),
             "routers": router_use(engine, self.texts, measuring.part_tokens),
             "seconds": round(seconds, 2),
             "tokens_per_s": round(run.iterations * batch.tokens / seconds),
@@ -187,17 +198,30 @@ class Runner:
             "date": datetime.now(UTC).date().isoformat(),
         }
 
-    def _parts(self, run: StudyRun, engine: Engine, kept: list[int], wire: str = "") -> list[dict[str, Any]]:
+    def _part_losses(self, run: StudyRun, engine: Engine, kept: list[int], wire: str = "") -> list[SubsetLoss]:
         measuring = run.study.measuring
-        losses = part_losses(engine, self.texts, kept, measuring.draws, measuring.part_tokens, run.seed, wire)
-        return [{**each.to_json(), "loss": round(each.loss, 5)} for each in losses]
+        return part_losses(engine, self.texts, kept, measuring.draws, measuring.part_tokens, run.seed, wire)
+
+    def _answers(self, engine: Engine, parts: list[SubsetLoss]) -> dict[str, Any]:
+        if not self._questions:
+            return {}
+        asked = {
+            name: {kind: {"count": each.counts[kind], "chance": round(each.chance[kind], 5)} for kind in each.counts}
+            for name, each in self._questions.items()
+        }
+        began = time.perf_counter()
+        scores = part_scores(engine, self._questions, parts)
+        return {"questions": {"asked": asked, "parts": scores, "seconds": round(time.perf_counter() - began, 2)}}
 
     def _keep(self, run: StudyRun, folder: Path) -> None:
-        """In bfloat16, as transformers and `skippipe score` load it."""
+        """In bfloat16, as transformers and `skippipe score` load it; bridges and adapters in a file of their own."""
         spec, layers = self._model(run)
+        engine, hop_rank = self._engines[self._kind(run)], run.variant.recipe.hop_rank
         kept = ModelFolder(folder, layers, spec, self.train.tokenizer(), torch.bfloat16)
-        for stage, weights in enumerate(self._engines[self._kind(run)].weights):
+        for stage, weights in enumerate(engine.weights):
             kept.store_flat(stage, weights.values.cpu())
+        if engine.bridges or engine.adapters:
+            write_bridges(folder, layers, engine.bridges, engine.adapters, hop_rank=hop_rank, dtype=torch.bfloat16)
 
     def _model(self, run: StudyRun) -> tuple[ModelSpec, tuple[int, ...]]:
         """The model, and the layers of each of its stages."""

@@ -3,13 +3,14 @@
     headline      every variant in a line
     texts         loss of the whole model on every text
     codecs        what codecs in training cost
-    parts         what is lost when stages are left out, after training
-    parts_by_wire what codecs on hops cost then
     time_to_loss  when a variant is as good as the full model
     equal_time    how good it is when another one ends
+    regime        at how many tokens a parameter skipping is ahead of a smaller dense model
     curves        loss while training
     routers       are experts used evenly, and do they specialise?
     iterations    seconds by the planner
+
+and those of `part_tables`.
 
 A table for which there is nothing is None. Differences are taken seed by seed; ± is the standard deviation over seeds.
 """
@@ -17,51 +18,30 @@ A table for which there is nothing is None. Differences are taken seed by seed; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skippipe.codecs import gradient_codec
 from skippipe.report.summary import NOTHING, Table
-from skippipe.study.config import Study, Traffic
+from skippipe.study.config import Traffic
+from skippipe.study.part_tables import parts, parts_by_wire, questions
 from skippipe.study.planned_time import PlannedTimes, counted, elapsed_s, phases_of, variant_of
+from skippipe.study.results import FULL, Result, Runs, Seeds, first_text, gaps, held_out, skipped, spread, whole_loss
 
-Result = Mapping[str, Any]
-Seeds = dict[int, Result]
-Runs = dict[str, Seeds]
-"""Variant → seed → what came out, in the order of the study."""
-
-FULL = "full"  # the variant with which others are compared
 COLUMNS = 6  # of a curve
-
-
-def runs_of(results: Iterable[Result], study: Study) -> Runs:
-    """Results with the study's settings; of a variant that has none of these, all there are."""
-    keys = {run.key for run in study.runs}
-    found: Runs = {variant.name: {} for variant in study.variant}
-    for result in sorted(results, key=lambda result: result["key"] not in keys):  # those of the study come first
-        seeds = found.setdefault(result["variant"], {})
-        of_study = any(each["key"] in keys for each in seeds.values())
-        if result["key"] in keys or not of_study:
-            seeds[result["seed"]] = result
-    return {name: dict(sorted(seeds.items())) for name, seeds in found.items() if seeds}
-
-
-def outdated_variants(runs: Runs, study: Study) -> list[str]:
-    """Variants whose runs had other settings than the study has now."""
-    keys = {run.key for run in study.runs}
-    return [name for name, seeds in runs.items() if any(result["key"] not in keys for result in seeds.values())]
+NO_SKIP = "0"  # the recipe of a model that is whole all along
+SAME_TIME = 1.01  # planned times that differ by less are the same
 
 
 def all_tables(runs: Runs, times: PlannedTimes | None) -> list[Table]:
-    found = [headline(runs, times), texts(runs), codecs(runs), parts(runs), parts_by_wire(runs)]
+    found = [headline(runs, times), texts(runs), codecs(runs), parts(runs), parts_by_wire(runs), questions(runs)]
     if times:
-        found += [time_to_loss(runs, times), equal_time(runs, times)]
+        found += [time_to_loss(runs, times), equal_time(runs, times), regime(runs, times)]
     found += [curves(runs), routers(runs)]
     if times:
         found.append(iterations(runs, times))
@@ -83,8 +63,8 @@ def headline(runs: Runs, times: PlannedTimes | None) -> Table | None:
             str(len(seeds)),
             f"{one['tokens'] / 1e6:.3g}M",
             f"{skipped(one):.0%}",
-            spread([_whole(result) for result in seeds.values()], ".4f"),
-            spread(gaps(runs, name, _whole), "+.4f"),
+            spread([whole_loss(result) for result in seeds.values()], ".4f"),
+            spread(gaps(runs, name, whole_loss), "+.4f"),
         ]
         if times:
             row.append(f"{took_s / full_s:.2f}" if took_s and full_s else NOTHING)
@@ -134,121 +114,19 @@ def codecs(runs: Runs) -> Table | None:
         plain = {**asdict(Traffic()), "replicas": traffic["replicas"]}
         control = next((other for other, each in runs.items() if settings(each) == (recipe, plain)), None)
         if traffic != plain and control:
-            apart = spread(gaps(runs, name, _whole, control), "+.4f")
-            back = traffic["wire_back"] or (gradient_codec(traffic["wire"]) if traffic["wire"] else "")
-            hops: tuple[str, ...] = (traffic["wire"], back)
+            apart = spread(gaps(runs, name, whole_loss, control), "+.4f")
+            hops: tuple[str, ...] = (traffic["wire"], Traffic(**traffic).back_text)
             if traffic["subspace"]:
                 rank = f"rank {traffic['subspace']}{', fixed' * (traffic['basis'] == 'fixed')}"
                 hops = tuple(f"{rank}, {each}" if each else rank for each in hops)
             names = (each or NOTHING for each in (*hops, traffic["gradients"]))
-            rows.append((name, *names, spread([_whole(result) for result in seeds.values()], ".4f"), apart))
+            rows.append((name, *names, spread([whole_loss(result) for result in seeds.values()], ".4f"), apart))
     headings = ("variant", "activations", "their gradients", "weight gradients", "loss", "gap")
     note = (
         "Loss of the whole model, evaluated without codecs, but in the subspace that it was trained with; gap to the "
         "same recipe trained without."
     )
     return Table("Codecs in training", note, headings, rows) if rows else None
-
-
-@dataclass(frozen=True)
-class Increase:
-    """Increase of the perplexity when only so many stages are kept: 0.1 is 10% more than the same model has whole."""
-
-    text: str
-    kept: int
-    stages: int
-    drive: float
-    """The exponent that was best on the first text."""
-    means: list[float]
-    """Over the parts of this size, for each seed; likewise of the best and of the worst part."""
-    bests: list[float]
-    worsts: list[float]
-    undriven: list[float]
-    """The means if stages are not driven."""
-
-
-def increases(seeds: Seeds) -> list[Increase]:
-    """For every text and number of stages, by the parts of those runs that measured the whole among them."""
-    models = [parts for result in seeds.values() if (parts := _Parts(result)).whole]
-    found = []
-    for kept in sorted({kept for parts in models for kept in parts.sizes}, reverse=True):
-        measured = [parts for parts in models if kept in parts.sizes]
-        first = measured[0]
-        drive = min(first.drives(kept), key=lambda drive: fmean(each.mean(kept, drive) for each in measured))
-        for text in first.whole:
-            driven = [parts.increases(text, kept, drive) for parts in measured]
-            undriven = [fmean(parts.increases(text, kept, 0.0)) for parts in measured]
-            means, bests, worsts = ([kind(each) for each in driven] for kind in (fmean, min, max))
-            found.append(Increase(text, kept, first.stages, drive, means, bests, worsts, undriven))
-    return found
-
-
-class _Parts:
-    """The losses of all parts of one model, and of the whole on the same windows."""
-
-    def __init__(self, result: Result, parts: Sequence[Mapping[str, Any]] | None = None) -> None:
-        self.stages: int = result["settings"]["variant"]["stages"]
-        self._losses: dict[tuple[str, int, float], list[float]] = {}
-        for part in result["parts"] if parts is None else parts:
-            self._losses.setdefault((part["text"], len(part["stages"]), part["drive"]), []).append(part["loss"])
-        self.whole = {text: losses[0] for (text, kept, _), losses in self._losses.items() if kept == self.stages}
-        self.sizes = {kept for _, kept, _ in self._losses} - {self.stages}
-
-    def drives(self, kept: int) -> list[float]:
-        return sorted({drive for _, size, drive in self._losses if size == kept})
-
-    def mean(self, kept: int, drive: float) -> float:
-        """On the first text, which is the one to choose by."""
-        return fmean(self._losses[next(iter(self.whole)), kept, drive])
-
-    def increases(self, text: str, kept: int, drive: float) -> list[float]:
-        return [math.expm1(loss - self.whole[text]) for loss in self._losses[text, kept, drive]]
-
-    def increase_to(self, other: _Parts, text: str, kept: int) -> float:
-        """From these losses to others of the same parts, at the drive that is best for these."""
-        drive = min(self.drives(kept), key=lambda drive: self.mean(kept, drive))
-        pairs = zip(self._losses[text, kept, drive], other._losses[text, kept, drive], strict=True)
-        return fmean(math.expm1(after - before) for before, after in pairs)
-
-
-def parts(runs: Runs) -> Table | None:
-    rows = [
-        (
-            name,
-            each.text,
-            f"{each.kept} of {each.stages}",
-            f"{each.drive:g}",
-            *(spread(values, "+.1%") for values in (each.means, each.bests, each.worsts, each.undriven)),
-        )
-        for name, seeds in runs.items()
-        for each in increases(seeds)
-    ]
-    note = (
-        "Increase of the perplexity against the same model whole, when stages are left out after training: mean over "
-        "the parts that were drawn, best and worst of them. Stages that are kept are driven by ((S−1)/(L−1)) to the "
-        "power of the exponent, the one with the lowest mean loss on the first text; undriven: exponent 0."
-    )
-    headings = ("variant", "text", "kept stages", "exponent", "mean", "best part", "worst part", "mean, undriven")
-    return Table("Parts of the model", note, headings, rows) if rows else None
-
-
-def parts_by_wire(runs: Runs) -> Table | None:
-    rows = []
-    for name, seeds in runs.items():
-        measured: dict[tuple[str, str, int, int], list[float]] = {}
-        for result in seeds.values():
-            plain = _Parts(result)
-            for wire, losses in result.get("parts_by_wire", {}).items():
-                rounded = _Parts(result, losses)
-                for text in plain.whole:
-                    for kept in sorted({plain.stages, *plain.sizes}, reverse=True):
-                        more = plain.increase_to(rounded, text, kept)
-                        measured.setdefault((wire, text, kept, plain.stages), []).append(more)
-        for (wire, text, kept, stages), increase in measured.items():
-            rows.append((name, wire, text, f"{kept} of {stages}", spread(increase, "+.2%")))
-    note = "Increase of the perplexity against the same stages without a codec, mean over the parts that were drawn."
-    headings = ("variant", "codec of hops", "text", "stages", "increase")
-    return Table("Codecs on hops after training", note, headings, rows) if rows else None
 
 
 def time_to_loss(runs: Runs, times: PlannedTimes) -> Table | None:
@@ -312,6 +190,79 @@ def equal_time(runs: Runs, times: PlannedTimes) -> Table | None:
         "stays as it was; one that goes on has not brought its learning rate down yet, which counts against it."
     )
     return Table("At equal planned time", note, ("variant", *(f"at the end of '{name}'" for name in ends_s)), rows)
+
+
+class RegimePoint(NamedTuple):
+    """A run to its end."""
+
+    variant: str
+    tokens_per_parameter: float
+    planned_s: float
+    loss: float
+
+
+def regime(runs: Runs, times: PlannedTimes) -> Table | None:
+    """Models that were trained with stages skipped, beside the full and the smaller dense one at equal planned time."""
+    rows, crossings = [], []
+    families = _families(runs, times)
+    for (model, seed, recipe, layers), points in families.items():
+        if recipe == NO_SKIP:
+            continue
+        whole = families.get((model, seed, NO_SKIP, layers), [])
+        dense = [found for key, found in families.items() if key[:3] == (model, seed, NO_SKIP) and key[3] != layers]
+        ahead = []
+        for point in points:
+            full = loss_in_time(whole, point.planned_s)
+            rivals = [loss for each in dense if (loss := loss_in_time(each, point.planned_s)) is not None]
+            if rivals:
+                gap = point.loss - min(rivals)
+                ahead.append((point.tokens_per_parameter, gap))
+                figures = f"{point.tokens_per_parameter:.3g}", f"{point.planned_s / 3600:.1f}", f"{point.loss:.4f}"
+                others = f"{min(rivals):.4f}", NOTHING if full is None else f"{full:.4f}", spread([gap], "+.4f")
+                rows.append((point.variant, str(seed), *figures, *others))
+        if len(ahead) > 1:
+            crossings.append(f" {model}, '{recipe}', seed {seed}: {_crossing(ahead)}")
+    headings = ("variant", "seed", "tokens a parameter", "planned h", "loss", "smaller dense", FULL, "gap to smaller")
+    note = (
+        "Runs to their end, each with its own schedule of the learning rate, at equal planned time: losses of the best "
+        "smaller dense model and of the full pipeline are on the straight line, over the logarithm of time, between "
+        f"their runs with more and with less of it ({times.planned.cluster}, {times.planned.timing})."
+    )
+    title = "At equal planned time, by tokens a parameter"
+    return Table(title, note + "".join(crossings), headings, rows) if rows else None
+
+
+def _families(runs: Runs, times: PlannedTimes) -> dict[tuple[str, int, str, int], list[RegimePoint]]:
+    """Runs that differ in tokens only: by model, seed, recipe and layers; those with fewer tokens first."""
+    found: dict[tuple[str, int, str, int], list[RegimePoint]] = {}
+    for name, seeds in runs.items():
+        planned_s = total_s(seeds, times)
+        for seed, result in seeds.items() if planned_s else ():
+            settings, variant = result["settings"], variant_of(result)
+            recipe = variant.recipe.skip + (f", grown at {variant.recipe.grow}" if variant.recipe.grow else "")
+            key = str(settings["model"]), seed, recipe if skipped(result) else NO_SKIP, variant.layers
+            point = RegimePoint(name, result["tokens"] / result["parameters"], planned_s or 0.0, whole_loss(result))
+            found.setdefault(key, []).append(point)
+    return {key: sorted(points, key=lambda point: point.planned_s) for key, points in found.items()}
+
+
+def loss_in_time(points: Sequence[RegimePoint], planned_s: float) -> float | None:
+    """The loss of runs like these that take so long; None: all of them are longer, or all shorter."""
+    times_s = [point.planned_s for point in points]
+    if not points or not min(times_s) / SAME_TIME <= planned_s <= max(times_s) * SAME_TIME:
+        return None
+    return float(np.interp(math.log(planned_s), [math.log(each) for each in times_s], [each.loss for each in points]))
+
+
+def _crossing(gaps: Sequence[tuple[float, float]]) -> str:
+    """Where the sign of the gap changes, between two runs on the straight line over the logarithm of tokens."""
+    span = f"from {gaps[0][0]:.3g} to {gaps[-1][0]:.3g} tokens a parameter"
+    for (before, one), (after, other) in pairwise(gaps):
+        if (one > 0) != (other > 0):
+            share = one / (one - other)
+            place = math.exp(math.log(before) * (1 - share) + math.log(after) * share)
+            return f"{'behind' if one > 0 else 'ahead'} below {place:.3g} tokens a parameter, and then not."
+    return f"{'behind' if gaps[0][1] > 0 else 'ahead'} {span}, no crossing."
 
 
 def curves(runs: Runs) -> Table | None:
@@ -383,22 +334,6 @@ def iterations(runs: Runs, times: PlannedTimes) -> Table | None:
     return Table("Iterations", note, headings, rows) if rows else None
 
 
-def spread(values: Sequence[float], form: str) -> str:
-    """The mean, and with several values their standard deviation."""
-    if not values:
-        return NOTHING
-    size = form.lstrip("+")
-    mean = f"{fmean(values):{'' if size == form else '+'}z{size}}".replace("-", "−")
-    return mean if len(values) < 2 else f"{mean} ± {stdev(values):{size}}"
-
-
-def gaps(runs: Runs, name: str, figure: Callable[[Result], float | None], control: str = FULL) -> list[float]:
-    """How much more of something a variant has than the full or another one, for every seed that both have."""
-    full = runs.get(control, {}) if name != control else {}
-    pairs = ((figure(result), figure(full[seed])) for seed, result in runs[name].items() if seed in full)
-    return [own - full for own, full in pairs if own is not None and full is not None]
-
-
 def first_reach(at: Sequence[float], losses: Sequence[float], target: float) -> float | None:
     """When the loss first is as low as the target, between two evaluations on the straight line; None: never."""
     if losses[0] <= target:
@@ -414,22 +349,6 @@ def loss_at(at: Sequence[float], losses: Sequence[float], moment: float) -> floa
     return None if moment < at[0] else float(np.interp(moment, at, losses))
 
 
-def held_out(result: Result) -> list[float]:
-    """The held-out loss at every evaluation."""
-    return [point[3] for point in result["curve"]]
-
-
-def first_text(runs: Runs) -> str:
-    return str(next(text for seeds in runs.values() for result in seeds.values() for text in result["whole"]))
-
-
-def skipped(result: Result) -> float:
-    """Share of the stages, over all iterations."""
-    stages = result["settings"]["variant"]["stages"]
-    left_out = sum(count * (stages - int(visited)) for visited, count in result["lengths"].items())
-    return float(left_out / (stages * sum(result["lengths"].values())))
-
-
 def total_s(seeds: Seeds, times: PlannedTimes | None) -> float | None:
     """Planned seconds of a run, which are the same whatever the seed."""
     at = elapsed_s(next(iter(seeds.values())), times) if times and seeds else None
@@ -439,10 +358,6 @@ def total_s(seeds: Seeds, times: PlannedTimes | None) -> float | None:
 def _published_s(seeds: Seeds, times: PlannedTimes) -> float | None:
     iterations: int = next(iter(seeds.values()))["settings"]["iterations"]
     return times.published_s * iterations if times.published_s else None
-
-
-def _whole(result: Result) -> float:
-    return float(next(iter(result["whole"].values())))
 
 
 def _evaluated_at(result: Result) -> list[float]:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from skippipe.codecs import CODECS, LowRank, gradient_codec
+from skippipe.codecs.factors import orthonormal
 from skippipe.collectives.low_rank import Matrix, factored_matrices
 from skippipe.model.flat_params import FlatParams
 from skippipe.study.config import Traffic
-
-SMALLEST_NORM = 1e-30  # of a column; a shorter one is taken for zero
 
 
 def sent(hidden: Tensor, wire: str, back: str = "") -> Tensor:
     """What arrives of activations after a hop; wire "": all of them.
 
-    Microbatches are rounded together: the same as one by one, if the values of each fill whole blocks. Codecs are not
+    Microbatches are rounded together: the same as one by one, if the values of each fill whole blocks; each sample is a
+    matrix of its own for codecs with factors. Codecs are not
     compiled: compiled ones rounded some values otherwise (int4 on a CPU), and were compiled anew for every size.
     """
     if not wire:
@@ -186,15 +186,3 @@ class LowRankSum:
             factor.copy_(torch.randn(factor.shape, generator=chance))
         for each in self._remainders.values():
             each.zero_()
-
-
-def orthonormal(columns: Tensor) -> Tensor:
-    """The columns of each matrix made orthonormal, by Gram and Schmidt: factorisations of a library may wait for the
-    device."""
-    found = columns.clone()
-    for at in range(found.shape[-1]):
-        one = found[..., at : at + 1]
-        one /= torch.linalg.vector_norm(one, dim=-2, keepdim=True).clamp(min=SMALLEST_NORM)
-        others = found[..., at + 1 :]
-        others -= one @ (one.mT @ others)
-    return found

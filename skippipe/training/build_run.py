@@ -27,7 +27,7 @@ from skippipe.model.model_spec import ModelSpec, config_named, parse_devices
 from skippipe.model_shape import model_named
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
-from skippipe.planner.codec_choice import choose_beside, with_all_codecs, with_smallest_elsewhere
+from skippipe.planner.codec_choice import choose_beside, with_codecs_of, with_smallest_elsewhere
 from skippipe.planner.problem import check_feasible
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
@@ -291,22 +291,20 @@ def _make_job_plan(
     )
     stages, budget = stages_of(cluster, plan_spec, example), job.codec_budget
     wire, gradients = budget.usual if budget else (job.transport.wire, job.averaging.dtype)
-    workload = Workload(
-        spec.shape,
-        sequence_tokens=job.batch.sequence,
-        samples_per_microbatch=job.batch.samples,
-        wire_dtype=wire,
-        gradient_dtype=gradients,
-        compute_dtype=job.compute.dtype,
-        activation_checkpointing=job.model.checkpointing,
-        max_slots=pipeline.max_slots,
-        early_exit=job.recipe.early_exit > 0,
-        optimizer=job.learning.optimizer,
-        collective=job.averaging.engine,
-        offload=job.compute.offload,
-        adapter_parameters=_adapter_parameters(spec),
-        bridge_parameters=spec.shape.bridge_parameters(spec.bridges, stages),
-        bridge_rank=spec.bridges,
+    workload = _as_job_trains(
+        Workload(
+            spec.shape,
+            sequence_tokens=job.batch.sequence,
+            samples_per_microbatch=job.batch.samples,
+            wire_dtype=wire,
+            gradient_dtype=gradients,
+            compute_dtype=job.compute.dtype,
+            activation_checkpointing=job.model.checkpointing,
+            max_slots=pipeline.max_slots,
+        ),
+        job,
+        spec,
+        stages,
     )
     cluster = _emulated(job, cluster, workload)
     if job.followed.phases:
@@ -320,11 +318,19 @@ def _make_job_plan(
     return make_plan(problem, Strategy(pipeline.strategy), request)
 
 
-def _adapter_parameters(spec: ModelSpec) -> int:
-    """Of a layer, the mean over all of them; 0 without adapters."""
-    if not spec.lora.rank:
-        return 0
-    return -(-sum(slot.size for slot in layout_of_stage(spec, (spec.layers,), 0)) // spec.layers)
+def _as_job_trains(workload: Workload, job: JobConfig, spec: ModelSpec, stages: int) -> Workload:
+    """The workload with all that the job says about training: optimizer, averaging, adapters, bridges."""
+    adapters = layout_of_stage(spec, (spec.layers,), 0) if spec.lora.rank else ()
+    return replace(
+        workload,
+        early_exit=job.recipe.early_exit > 0,
+        optimizer=job.learning.optimizer,
+        collective=job.averaging.engine,
+        offload=job.compute.offload,
+        adapter_parameters=-(-sum(slot.size for slot in adapters) // spec.layers),  # of a layer, on average
+        bridge_parameters=spec.shape.bridge_parameters(spec.bridges, stages),
+        bridge_rank=spec.bridges,
+    )
 
 
 def _lengths(job: JobConfig, stages: int, default: int) -> Counter[PathLength]:
@@ -354,7 +360,7 @@ def plans_by_length(
     has the same codecs in all."""
     if not job.followed.phases:
         return {plan.visited: plan}
-    budget = job.codec_budget
+    budget, settled = job.codec_budget, [plan]
     found: dict[PathLength, Plan] = {}
     for length in sorted(lengths, key=parts_of):
         same = plan if has_lengths(plan, length) else _saved_plan(job, plan, length) if resumed else None
@@ -362,9 +368,13 @@ def plans_by_length(
             with _explain_infeasible(length, len(plan.stages)):
                 given = with_smallest_elsewhere(plan) if budget else plan
                 same = with_paths_of(given, length, Strategy(job.pipeline.strategy), request)
-            same = choose_beside(same, [plan, *found.values()], budget) if budget else same
+            if budget:
+                same = choose_beside(same, settled, budget)
+                settled.append(same)
+        else:
+            settled.insert(0, same)
         found[length] = same
-    return with_all_codecs(found) if budget else found
+    return with_codecs_of(settled[-1], found) if budget else found
 
 
 @contextmanager
@@ -475,16 +485,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
     broken = validate(plan)
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
-    workload = replace(
-        plan.workload,
-        early_exit=job.recipe.early_exit > 0,
-        optimizer=job.learning.optimizer,
-        collective=job.averaging.engine,
-        offload=job.compute.offload,
-        adapter_parameters=_adapter_parameters(spec),
-        bridge_parameters=spec.shape.bridge_parameters(spec.bridges, len(plan.stages)),
-        bridge_rank=spec.bridges,
-    )
+    workload = _as_job_trains(plan.workload, job, spec, len(plan.stages))
     plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
     if broken := validate(plan):
         raise UserError(f"{path}: with this job's recipe and optimizer the plan breaks a rule: {broken[0]}")

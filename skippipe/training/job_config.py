@@ -95,8 +95,8 @@ class PipelineConfig:
     [pipeline], [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing, or say what the plan
     says; recipe.skip is followed on the plan's stages. Empty: a plan is made before training starts."""
     strategy: Strategies = "best"
-    """How to plan: with all freedoms (best); by the study's method (skippipe); the same without avoiding collisions;
-    blind to the network; the full pipeline."""
+    """How to plan: everything at once (best); by the method of the SkipPipe paper (skippipe); the same without avoiding
+    collisions (no-tc2); round robin, whatever the network (dtfm-skip); the full pipeline (dtfm)."""
     stages: Annotated[int, Range(0, STAGES.most)] = 0
     """Stages of the pipeline; 0: 6, or 4 under 12 nodes."""
     skip: str = ""
@@ -400,13 +400,15 @@ class JobConfig:
     @property
     def codec_budget(self) -> CodecBudget | None:
         """What codecs may cost that are chosen for each link and stage; None: they are not chosen."""
-        from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget, read_prices
+        from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget, priced_gradients, read_prices
 
         pipeline = self.pipeline
         if pipeline.nats is None:
             return None
         prices = read_prices(Path(pipeline.prices)) if pipeline.prices else DEFAULT_PRICES
-        gradients = () if COLLECTIVES[self.averaging.engine].in_messages else ("fp32",)
+        gradients = ["fp32"]
+        if COLLECTIVES[self.averaging.engine].in_messages:
+            gradients = priced_gradients(prices, low_rank=not self.lora.rank)  # adapters are of low rank already
         return CodecBudget.of(pipeline.nats, prices, gradients=gradients)
 
     @property

@@ -21,7 +21,7 @@ from skippipe.checkpoint.format import MANIFEST, StageWriter, StoredFile
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.manager import manifest_of
 from skippipe.codecs import encode
-from skippipe.errors import UserError
+from skippipe.errors import UserError, first_line
 from skippipe.inference.checkpoint_loader import CheckpointOutline, select_weights
 from skippipe.json_fields import exists
 from skippipe.model.flat_params import layout_of_stage
@@ -87,10 +87,9 @@ def _downloaded(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except Exception as error:  # of the network, the hub, or the disk
-        reason = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"model.weights: '{name}' is no folder here, and the Hugging Face hub did not give it: {reason}; where "
-            f"there is a network, 'hf download {name} --local-dir FOLDER', and name the folder"
+            f"model.weights: '{name}' is no folder here, and the Hugging Face hub did not give it: {first_line(error)};"
+            f" where there is a network, 'hf download {name} --local-dir FOLDER', and name the folder"
         ) from None
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import CODECS, compile_on_device
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges, trained_bridges
@@ -52,6 +52,8 @@ class ReferenceTrainer:
 
     def __post_init__(self) -> None:
         work = self.plan.workload
+        if self.compiled:
+            compile_on_device()
         self.stages = [
             StageStep(
                 self.spec,

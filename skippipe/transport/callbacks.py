@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from skippipe.errors import UserError
-from skippipe.transport.addresses import Place, callback_ports, join_address, split_all, tcp_server
+from skippipe.transport.addresses import CONNECT_S, Place, callback_ports, join_address, split_all, tcp_server
 from skippipe.transport.streams import StreamLoop, dial, set_options
 from skippipe.transport.token_gate import (
     BACKLOG,
@@ -50,6 +50,7 @@ from skippipe.transport.token_gate import (
 PORT = struct.Struct("<H")
 ACCEPTED = b"\x01"
 CALL_S = 10.0  # for a stream from the peer, and for its use
+ANSWER_S = 2.0  # for a caller to answer when it is dialled: its packet may be lost once; then there is no way there
 REQUEST_AGAIN_S = 1.0  # from one request for a stream to the next
 PARK_AGAIN_S = (0.05, 2.0)  # before a node dials again: at first, and at most
 AHEAD = 16  # tokens of a series that are known in advance
@@ -75,6 +76,7 @@ class Callbacks:
         self._wake = wake
         self._local = local
         self._requests: deque[CallRequest] = deque()
+        self._failed: deque[str] = deque()
         self._port = 0
         """Where streams are taken; 0: nowhere."""
         self._ports: dict[str, dict[int, socket.socket]] = defaultdict(dict)
@@ -169,10 +171,7 @@ class Callbacks:
 
     def take_requests(self) -> list[CallRequest]:
         """Callbacks that are wanted since the last call; whoever uses the mailbox has to pass them on."""
-        found = []
-        while self._requests:
-            found.append(self._requests.popleft())
-        return found
+        return [self._requests.popleft() for _ in range(len(self._requests))]
 
     # The callee
 
@@ -190,9 +189,20 @@ class Callbacks:
 
         self._loop.call(begin)
 
-    def answer(self, addresses: Sequence[str], token: bytes) -> None:
+    def answer(self, peer: str, addresses: Sequence[str], token: bytes) -> None:
         """Dial, once, for a peer that has asked for it."""
-        self._dial(addresses, [token], lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S))
+
+        def failed() -> None:
+            self._failed.append(peer)
+            self._wake()
+
+        self._dial(
+            addresses, [token], lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S), failed, ANSWER_S
+        )
+
+    def take_failed(self) -> list[str]:
+        """Peers that have asked for a call since the last time, and do not answer it."""
+        return [self._failed.popleft() for _ in range(len(self._failed))]
 
     def meet(self, addresses: Sequence[str], token: bytes, callback: bytes | None) -> None:
         """Dial a relay, once, that a peer dials as well: for a peer that has asked for it, whose token for callbacks is
@@ -284,12 +294,13 @@ class Callbacks:
         tokens: Sequence[bytes],
         then: Callable[[socket.socket], None],
         failed: Callable[[], None] = lambda: None,
+        within_s: float = CONNECT_S,
     ) -> None:
         """Dial and show a token, or one after another, in a thread of its own: to look up a name blocks."""
 
         def run() -> None:
             try:
-                stream = dial(addresses)
+                stream = dial(addresses, within_s)
                 stream.send(b"".join(PREFACE.pack(MAGIC, token) for token in tokens))
             except (OSError, UserError) as error:
                 log.debug("no callback to %s: %s", ", ".join(addresses), error)

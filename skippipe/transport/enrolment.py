@@ -48,7 +48,6 @@ CALLED_PREFIX = b"skippipe calls back "
 
 Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
 Address = Annotated[str, msgspec.Meta(max_length=600)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 Level = Literal["ok", "warning", "wrong"]
 
 

@@ -214,9 +214,13 @@ class Mailbox:
         """Callbacks that this mailbox needs since the last call: someone has to tell the peer, who `answer`s."""
         return self._callbacks.take_requests() if self._callbacks is not None else []
 
-    def answer(self, addresses: Sequence[str], token: str) -> None:
+    def answer(self, peer: str, addresses: Sequence[str], token: str) -> None:
         """Call back a peer that has requested it."""
-        self._get_callbacks().answer(addresses, bytes.fromhex(token))
+        self._get_callbacks().answer(peer, addresses, bytes.fromhex(token))
+
+    def failed_calls(self) -> list[str]:
+        """Peers that have asked for a call since the last time, and do not answer it."""
+        return self._callbacks.take_failed() if self._callbacks is not None else []
 
     def meet(self, addresses: Sequence[str], token: str, callback: str) -> None:
         """Meet a peer at a relay: one that has requested a callback with this token, or that this mailbox has requested

@@ -7,7 +7,8 @@ relay forwards bytes that it cannot read, and could do no more to them than to l
 
 It has limits: bytes a second, of all together and of each node (whoever sends a byte is charged with it); streams, of
 all together and of each node; and the time for which a stream may be idle. A sender above its rate is read from more
-slowly, and feels it as on any slow connection.
+slowly, and what was read goes on when it is paid for, so that it is felt as on any slow connection. A little of every
+stream goes on at once in any case: nodes probe whether a link still carries anything.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ CALLER, CALLEE = 0, 1
 """The index of a side's token: of the node that has asked for the stream, and of its peer."""
 MOST_STRANGERS = 1024  # streams that have not shown a good token: at the start of a run all nodes dial at once
 MEET_S = 10.0  # for both nodes to dial, from the grant on
-BURST_S = 0.05  # of its rate that a node may send at once after a pause
+FREE_BYTES_PER_S, FREE_BYTES = 4096.0, 4096  # of a stream, beyond any rate: a link is probed behind tensors, too
+BURST_S = 0.01  # of its rate that a node may send at once after a pause
 LOOKS_PER_IDLE = 4  # looks at the streams in the time for which one may be idle
 
 log = logging.getLogger(__name__)
@@ -62,13 +64,14 @@ class RelayLoad:
 class Bucket:
     """Bytes a second, of whatever is charged to it."""
 
-    def __init__(self, bytes_per_s: float) -> None:
+    def __init__(self, bytes_per_s: float, burst_s: float = BURST_S) -> None:
         self._bytes_per_s = bytes_per_s
+        self._burst_s = burst_s
         self._free_at = 0.0
 
     def take(self, size: int, now: float) -> float:
         """Charge so many bytes; gives the seconds until more may be read."""
-        self._free_at = max(self._free_at, now - BURST_S) + size / self._bytes_per_s
+        self._free_at = max(self._free_at, now - self._burst_s) + size / self._bytes_per_s
         return self._free_at - now
 
 
@@ -171,11 +174,13 @@ class Relay:
     def _meter(self, node: str, grant: _Grant) -> Meter:
         everybody = self._buckets[""]
         own = self._buckets.setdefault(node, Bucket(self.limits.node_bytes_per_s))
+        free = Bucket(FREE_BYTES_PER_S, FREE_BYTES / FREE_BYTES_PER_S)
 
         def meter(size: int) -> float:
             grant.used_at = now = time.monotonic()
             self._forwarded_bytes += size
-            return max(everybody.take(size, now), own.take(size, now))
+            wait_s = max(everybody.take(size, now), own.take(size, now))
+            return 0.0 if size <= FREE_BYTES and free.take(size, now) <= 0 else wait_s
 
         return meter
 

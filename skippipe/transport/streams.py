@@ -39,7 +39,7 @@ RACE_S = 0.25  # that an address has before the next one is tried beside it (RFC
 
 Handler: TypeAlias = Callable[[], object]
 Meter: TypeAlias = Callable[[int], float]
-"""Is told how many bytes have come, and gives the seconds until more may be read."""
+"""Is told how many bytes have come, and gives the seconds until they go on and more may be read."""
 
 log = logging.getLogger(__name__)
 
@@ -265,6 +265,7 @@ class _Direction:
         """While there is something to send on."""
         self.start = self.end = 0
         self.paused = False
+        """What there is to send on has to wait."""
         self.over = False
         """The source sends nothing more."""
         self.shut = False
@@ -273,6 +274,10 @@ class _Direction:
     @property
     def pending(self) -> bool:
         return self.buffer is not None
+
+    @property
+    def sends(self) -> bool:
+        return self.pending and not self.paused
 
     @property
     def reads(self) -> bool:
@@ -320,7 +325,7 @@ class Join:
             self._ended()
 
     def _ready(self, stream: socket.socket) -> None:
-        if self._to[stream].pending:
+        if self._to[stream].sends:
             self._guarded(self._send, self._to[stream])
         if not self._closed and self._from[stream].reads:
             self._guarded(self._receive, self._from[stream])
@@ -351,7 +356,8 @@ class Join:
         if way.meter is not None and (wait_s := way.meter(size)) > 0:
             way.paused = True
             self._loop.after(wait_s, lambda: self._resume(way))
-        self._send(way)
+        else:
+            self._send(way)
 
     def _send(self, way: _Direction) -> None:
         assert way.buffer is not None
@@ -370,6 +376,8 @@ class Join:
 
     def _resume(self, way: _Direction) -> None:
         way.paused = False
+        if not self._closed and way.pending:
+            self._guarded(self._send, way)
         if not self._closed:
             self._update()
 
@@ -378,7 +386,7 @@ class Join:
         for stream, way in self._from.items():
             if self._closed:
                 return
-            writes = self._to[stream].pending
+            writes = self._to[stream].sends
             wanted = selectors.EVENT_READ * way.reads | selectors.EVENT_WRITE * writes
             if self._events.get(stream, 0) != wanted:
                 self._events[stream] = wanted

@@ -10,6 +10,7 @@ from typing import Any
 
 RATE_LIMITED, SERVER_ERROR = 429, 500  # statuses
 LARGE = 10**15  # larger numbers are not repeated in an error
+MOST_SHOWN = 40  # characters of a text
 
 
 @dataclass(eq=False)
@@ -103,10 +104,10 @@ def found(value: Any) -> str:
     return "an object"
 
 
-def short(text: str, most: int = 40) -> str:
+def short(text: str) -> str:
     """A text of a request, shortened; characters that could play tricks on a terminal become spaces."""
-    shown = "".join(each if each.isprintable() else " " for each in text[:most])
-    return shown if len(text) <= most else f"{shown}…"
+    shown = "".join(each if each.isprintable() else " " for each in text[:MOST_SHOWN])
+    return shown if len(text) <= MOST_SHOWN else f"{shown}…"
 
 
 def _retry_after(wait_s: float) -> dict[str, str]:

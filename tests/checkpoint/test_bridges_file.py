@@ -17,7 +17,7 @@ from tests.helpers.models import tiny
 
 LAYERS = (2, 1, 1, 1)
 SPEC = ModelSpec(tiny("qwen3"))
-INFO = StandInsInfo(LAYERS, 3, 2, adapters_by_hop=True)
+INFO = StandInsInfo(LAYERS, 3, 2, hop_rank=1)
 
 
 def stages() -> list[StageModel]:
@@ -32,7 +32,7 @@ def written(folder: Path) -> tuple[list[Any], list[Any]]:
         for part in (*bridges, *adapters):
             for each in part.parameters():
                 each.normal_(generator=generator)
-    write_bridges(folder, LAYERS, bridges, adapters, adapters_by_hop=True)
+    write_bridges(folder, LAYERS, bridges, adapters, hop_rank=1)
     return bridges, adapters
 
 
@@ -67,6 +67,7 @@ def test_bridges_and_adapters_come_back_stage_by_stage(tmp_path: Path) -> None:
         ({"bridges": "-1"}, {}, "bridges: '-1'"),
         ({"bridges": "0", "adapters": "0"}, {}, "neither bridges nor adapters"),
         ({"adapter_scale": "by moonlight"}, {}, "an adapter_scale that is not known"),
+        ({"adapter_scale": "hop 3"}, {}, "an adapter_scale that is not known, 'hop 3'"),
         ({"bridges": "999999", "adapters": "999999"}, {}, "has the shape"),
         ({}, {"bridges.0.up": None}, "has no tensor 'bridges.0.up'"),
         ({}, {"bridges.0.gain": torch.zeros(3, 32, dtype=torch.int64)}, "of I64, not"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skippipe.checkpoint.format import save_tensors
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import LineFile, ModelStore, check_room
 from skippipe.codecs import encode
@@ -174,6 +176,26 @@ def test_a_model_goes_whole_to_the_rescue_folder(tmp_path: Path, tokenizer: Text
     weights.into(store, 2)
     weights.assert_in(store.place)
     assert not list((tmp_path / "run" / "model").iterdir())
+
+
+def test_tensors_are_readable_as_any_new_file_is(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    before = os.umask(0o027)
+    try:
+        save_tensors({"a": torch.ones(2)}, file, {})
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o640
+
+
+def test_tensors_that_do_not_fit_leave_what_was_there(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_tensors({"a": torch.ones(2)}, file, {})
+    before = file.read_bytes()
+    with full_disk(1000), pytest.raises(OSError, match="File too large"):
+        save_tensors({"a": torch.ones(1000)}, file, {})
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_room_is_looked_for_before_the_start(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_simulate_published(skippipe: Command, paths: str, seconds: float) -> No
 
 def test_plan_check_simulate_show(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    ran = skippipe("plan", "regions:9", "-s", "4", "--budget", "2", "-o", file, "--json")
+    ran = skippipe("plan", "regions:9", "-s", "4", "--changes", "500", "--budget", "1", "-o", file, "--json")
     assert ran.code == 0
     assert ran.json["plan"] == json.loads(file.read_text())
     held = skippipe("check", file)
@@ -80,7 +80,7 @@ def test_compare_all_strategies(skippipe: Command, tmp_path: Path) -> None:
 
 
 def test_sweep_over_skip_ratios(skippipe: Command) -> None:
-    rows = skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "0.3", "--json").json
+    rows = skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "0.1", "--json").json
     assert [row["visited"] for row in rows] == [4, 3, 2]
     assert rows[0]["ratio"] == 1
     assert rows[2]["skipped"] == pytest.approx(0.5)
@@ -115,12 +115,13 @@ def test_cluster_from_preset_to_file_and_back(skippipe: Command, tmp_path: Path)
     assert "down" in shown
     (row,) = (line for line in shown.splitlines() if "node-0" in line)
     assert f"{first['upload_bytes_per_s'] / 1e6:.1f}" in row and f"{first['download_bytes_per_s'] / 1e6:.1f}" in row
-    assert skippipe("plan", file, "--budget", "1", "-o", tmp_path / "p.json").code == 0
+    assert skippipe("plan", file, "--changes", "300", "--budget", "1", "-o", tmp_path / "p.json").code == 0
 
 
 def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
-    words = ["-m", "20", "--skip", "50%", "--wire", "int8", "--samples", "1", "--sequence", "1024", "--budget", "1"]
+    short = ["--changes", "300", "--budget", "1"]
+    words = ["-m", "20", "--skip", "50%", "--wire", "int8", "--samples", "1", "--sequence", "1024", *short]
     words += ["--sizes", "8,2,2,2,2,2", "--split-backward"]
     assert skippipe("plan", "published20", *words, "-o", file).code == 0
     assert skippipe("check", file).code == 0
@@ -131,9 +132,9 @@ def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
     assert (plan.workload.wire_dtype, plan.workload.sequence_tokens) == ("int8", 1024)
     assert len(plan.stages[0].nodes) <= 8
     kept = tmp_path / "kept.json"
-    assert skippipe("plan", "published20", "--keep-stages", "published20", "--budget", "1", "-o", kept).code == 0
+    assert skippipe("plan", "published20", "--keep-stages", "published20", *short, "-o", kept).code == 0
     assert sorted(Plan.load(kept).stages[0].nodes) == [0, 3, 4, 10, 11]
-    assert skippipe("plan", "published20", "--keep-stages", kept, "--budget", "1").code == 0
+    assert skippipe("plan", "published20", "--keep-stages", kept, *short).code == 0
 
 
 @pytest.mark.parametrize(

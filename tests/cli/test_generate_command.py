@@ -20,6 +20,7 @@ from skippipe.inference.engine import GenerationEngine, TokenByToken
 from skippipe.inference.request import GenerationRequest, SamplingParams, TokenOutput
 from skippipe.stage_subset import StageSubset
 from tests.helpers.model_folders import export_to
+from tests.helpers.processes import Command
 
 torch.set_num_threads(1)
 WHOLE = StageSubset((0, 1, 2), 3)
@@ -34,21 +35,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def generate(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[str, str, int]]:
+def generate(folder: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str, int]]:
     monkeypatch.setenv("TQDM_DISABLE", "1")  # in time for a process of its own, too late for this one
     monkeypatch.setattr("transformers.utils.logging._tqdm_active", False)
 
     def run(*words: str) -> tuple[str, str, int]:
         """stdout, stderr and the exit code."""
-        monkeypatch.setattr(sys, "argv", ["skippipe", "generate", str(folder), *words])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return *capsys.readouterr(), code
+        result = skippipe("generate", folder, *words)
+        return result.out, result.err, result.code
 
     return run
 

@@ -156,8 +156,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "doctor": ("skippipe.runtime.doctor.examine",),
     "study run": ("skippipe.study.runner.run_study",),
     "study report": (
-        "skippipe.study.tables.runs_of",
-        "skippipe.study.tables.outdated_variants",
+        "skippipe.study.results.runs_of",
+        "skippipe.study.results.outdated_variants",
         "skippipe.study.tables.all_tables",
         "skippipe.study.planned_time.planned_times",
         "skippipe.study.plots.write_pictures",

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from skippipe.errors import UserError, run_command
+from skippipe.errors import UserError, first_line, run_command
 from skippipe.terminal import SearchLog, Trend
 
 
@@ -71,3 +71,8 @@ def test_a_search_says_in_lines_how_far_it_is(capsys: pytest.CaptureFixture[str]
         "best: searching, 52%, best 54.00 s, still improving",
         "best: searching, 100%, best 54.00 s, the same for 19 s",
     ]
+
+
+def test_an_error_of_another_library_is_one_line() -> None:
+    assert first_line(ValueError("\n  no such thing\nat line 3")) == "no such thing"
+    assert first_line(KeyError()) == "KeyError", "it says nothing"

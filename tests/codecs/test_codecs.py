@@ -69,7 +69,8 @@ def message(body: EncodedTensor) -> Message:
 
 def test_numbers_and_ids_are_those_of_messages_and_files_from_before() -> None:
     names = (
-        "fp32 bf16 int8 fp8 fp8-e5m2 int4 int4-stochastic int2 int6 int6-stochastic int4-tile32 int4-tile32-stochastic"
+        "fp32 bf16 int8 fp8 fp8-e5m2 int4 int4-stochastic int2 int6 int6-stochastic int4-tile32 int4-tile32-stochastic "
+        "int4-rank8 int4-rank8-stochastic"
     )
     assert {codec.number: name for name, codec in CODECS.items()} == dict(enumerate(names.split(), 2))
     assert get_args(CodecId) == tuple(CODECS)
@@ -94,8 +95,9 @@ def test_the_schema_names_every_codec_and_collective() -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_the_reference_rounds_as_a_hop_does(name: str) -> None:
-    tensor = noise(3, 2, 300)
-    assert torch.equal(CODECS[name].rounded(tensor).float(), decode(encode(tensor, name)))
+    for shape in ((2, 300), (2, 128, 130)):
+        tensor = noise(3, *shape)
+        assert torch.equal(CODECS[name].rounded(tensor).float(), decode(encode(tensor, name)))
 
 
 @pytest.mark.slow

@@ -29,8 +29,11 @@ ROTATED = [
     "int6-stochastic",
     "int4-tile32",
     "int4-tile32-stochastic",
+    "int4-rank8",  # without factors, as tensors of these tests are
+    "int4-rank8-stochastic",
 ]
 FEW_BITS = ["fp8", "fp8-e5m2", *ROTATED]
+TRACED = ["fp32", "int8", "fp8", "int4-stochastic", "int2", "int6", "int4-tile32"]  # others differ in constants only
 
 
 def tile_of(codec: str) -> int:
@@ -274,7 +277,7 @@ def test_both_ways_to_rotate_are_one(codec: str) -> None:
     """Butterflies on a CPU, a matrix elsewhere: whole numbers come out alike, so bytes mean the same everywhere."""
     coder = CODECS[codec]
     assert isinstance(coder, HadamardCodec)
-    size = coder.tile
+    size = coder.block
     codes = torch.randint(0, 2**coder.bits, (size, 50), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
     levels = coder.levels(codes)
     matrix = _matrix(size, levels)
@@ -283,19 +286,76 @@ def test_both_ways_to_rotate_are_one(codec: str) -> None:
     assert torch.equal(by_butterflies.float(), torch.mm(levels.float().t(), matrix))
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_rounding_can_be_traced_whole(codec: str) -> None:
-    """No branch on what is in the tensor, so that it can be compiled, and captured in a CUDA graph."""
-    torch.compiler.reset()  # or `rounded` counts as one function that is compiled anew too often
-    tensor = noise(2, 3, 150)
-    traced = torch.compile(CODECS[codec].rounded, backend="eager", fullgraph=True)
-    assert torch.equal(traced(tensor), CODECS[codec].rounded(tensor))
+@pytest.mark.parametrize(
+    ("codec", "shape"),
+    [
+        *(pytest.param(codec, (3, 150), marks=() if codec in TRACED else pytest.mark.slow) for codec in CODECS),
+        pytest.param("int4-rank8", (1, 128, 130)),
+    ],
+)
+def test_a_codec_can_be_traced_whole_and_gives_the_same_bytes(codec: str, shape: tuple[int, ...]) -> None:
+    """No branch on what is in the tensor, so that it can be compiled, and captured in a CUDA graph. What is traced adds
+    up in the order of a CPU: the same bits for sums that are rounded."""
+    torch.compiler.reset()  # or the function counts as one that is compiled anew too often
+    tensor, coder = ordinary(2, *shape), CODECS[codec]
+
+    def there_and_back(given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raw = coder.encode_tensor(given)
+        return raw, coder.decode_tensor(raw, tuple(given.shape)), coder.rounded(given)
+
+    traced = torch.compile(there_and_back, backend="eager", fullgraph=True)
+    for one, other in zip(traced(tensor), there_and_back(tensor), strict=True):
+        assert torch.equal(one, other)
+
+
+def activations(seed: int, samples: int, tokens: int, channels: int) -> torch.Tensor:
+    """As early in training: nearly the same for all tokens, but for a few directions, and a little of everything."""
+    few = noise(seed, samples, tokens, 3) @ noise(seed + 1, 3, channels)
+    return 10 * noise(seed + 2, channels) + few + 0.1 * noise(seed + 3, samples, tokens, channels)
+
+
+def with_factors(data: bytes, shape: tuple[int, int, int]) -> Floats:
+    """What comes back, as the page says."""
+    samples, rows, columns = shape
+    rest = -(-samples * rows * columns // TILE) * 66
+    found = rotated_back(data[:rest], samples * rows * columns, "int4").reshape(shape)
+    for sample in range(samples):
+        part = data[rest + 8 * (rows + columns + 4) * sample :][: 8 * (rows + columns + 4)]
+        left = np.frombuffer(part, np.int8, 8 * rows).reshape(8, rows).astype(F32)
+        right = np.frombuffer(part, np.int8, 8 * columns, 8 * rows).reshape(8, columns).astype(F32)
+        scales = np.frombuffer(part[-32:], "<f4")
+        low = np.zeros((rows, columns), F32)
+        for k in range(8):
+            low += (left[k] * scales[k])[:, None] * right[k]
+        found[sample] += low
+    return found
+
+
+@pytest.mark.parametrize("codec", ["int4-rank8", "int4-rank8-stochastic"])
+def test_factors_take_what_tokens_have_in_common(codec: str) -> None:
+    shape = (2, 128, 131)
+    tensor = activations(1, *shape)
+    sent = encode(tensor, codec)
+    assert sent.nbytes == CODECS[codec].tensor_bytes(shape) == 66 * 262 + 2 * 8 * (128 + 131 + 4)
+    back = decode(sent)
+    np.testing.assert_array_equal(back.numpy(), with_factors(bytes(sent.data), shape))
+    plain = codec.replace("-rank8", "")
+    assert (back - tensor).norm() < 0.03 * (decode(encode(tensor, plain)) - tensor).norm()
+    alone = decode(encode(tensor[:1], codec))
+    assert (back[:1] - alone).norm() < 0.1 * (alone - tensor[:1]).norm(), "a sample depends on the next one"
+    for scale in (0.0, 1e-30, 1e30):
+        some = tensor * scale
+        assert (decode(encode(some, codec)) - some).norm() <= 0.02 * some.norm()
+    tensor[1, 3, 5] = math.nan
+    assert torch.equal(decode(encode(tensor, codec)).isnan().flatten(1).all(1), torch.tensor([False, True]))
+    assert bool(decode(encode(tensor, codec))[0].isfinite().all())
 
 
 def test_gradients_of_a_hop_have_the_size_of_its_activations() -> None:
     for codec in CODECS:
         back = gradient_codec(codec)
-        assert CODECS[back].expected_bytes(1000) == CODECS[codec].expected_bytes(1000)
+        for shape in ((1000,), (3, 200, 160)):
+            assert CODECS[back].tensor_bytes(shape) == CODECS[codec].tensor_bytes(shape)
         assert gradient_codec(back) == back
     assert gradient_codec("int4") == "int4-stochastic"
     assert gradient_codec("int6") == "int6-stochastic"

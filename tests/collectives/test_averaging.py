@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from skippipe.codecs import LOW_RANK, EncodedTensor, encode
-from skippipe.collectives.low_rank import LowRankAverager, Matrix, multiply, orthonormal
+from skippipe.collectives.low_rank import LowRankAverager, Matrix, multiply, orthonormal_factors
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.collectives.torch_allreduce import InPlaceAverager
@@ -105,8 +105,7 @@ def summed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 3, 4, 7])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("size", "codec"), [(2, "fp32"), *((3, codec) for codec in CODECS), (4, "int8"), (7, "int2")])
 def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, size: int, codec: str) -> None:
     averaging = averaging_of(size, kind, size)
     gradients = [noise(seed, VALUES) for seed in range(size)]
@@ -123,8 +122,13 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
 @pytest.mark.parametrize(
     ("size", "codec", "kind"),
     [
-        *((size, codec, kind) for size, codec in [(4, "fp32"), (3, "bf16"), (3, "int8")] for kind in KINDS),
-        *(pytest.param(3, "rank-4", kind, marks=[] if kind == "ring" else pytest.mark.slow) for kind in KINDS),
+        *((3, "bf16", kind) for kind in KINDS),
+        *((4, "fp32", kind) for kind in ("ring", "direct exchange with relays")),
+        (3, "int8", "trees"),
+        *(pytest.param(4, "fp32", kind, marks=pytest.mark.slow) for kind in KINDS if "trees" in kind),
+        *(pytest.param(3, "int8", kind, marks=pytest.mark.slow) for kind in KINDS if kind != "trees"),
+        *(pytest.param(3, "rank-4", kind, marks=pytest.mark.slow) for kind in KINDS),
+        (2, "rank-4", "ring"),
     ],
 )
 def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, size: int, codec: str) -> None:
@@ -158,7 +162,7 @@ def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
         averagers = averagers_of(gradients, codec)
         applied = torch.zeros(VALUES, dtype=torch.float64)
         errors = []
-        for iteration in range(1, 65):
+        for iteration in range(1, 33):
             for gradient, each in zip(gradients, true, strict=True):
                 gradient.copy_(each)
             applied += summed(averagers, chosen[iteration % len(chosen)])
@@ -169,7 +173,7 @@ def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
         assert errors[-1] < bias / 12, "without feedback the error would stay"
 
 
-@pytest.mark.parametrize("codec", ["int4", "int2", "rank-4"])
+@pytest.mark.parametrize("codec", ["int2", "rank-4"])
 def test_nothing_is_lost_or_doubled_when_a_node_with_a_remainder_is_lost(codec: str) -> None:
     """Whenever node 2 is lost in its third iteration: what was applied and what the others keep is all that they have
     had, and what node 2 had passed on before. Then node 1 is lost, too, and node 0 goes on alone."""
@@ -292,7 +296,7 @@ def test_what_low_rank_leaves_out_comes_later() -> None:
     true = [noise(seed, VALUES) for seed in range(3)]
     gradients = [torch.empty(VALUES) for _ in true]
     averagers, applied, errors = averagers_of(gradients, "rank-4"), torch.zeros(VALUES), []
-    for iteration in range(1, 97):
+    for iteration in range(1, 49):
         for gradient, each in zip(gradients, true, strict=True):
             gradient.copy_(each)
         applied += summed(averagers, TREES.in_rounds(2))
@@ -352,7 +356,7 @@ def test_what_every_replica_works_out_has_the_bits_of_single_operations_in_a_fix
     columns = zip(expected.T, right.numpy().T, strict=True)
     first, second, third = (np.multiply.outer(column, other) for column, other in columns)
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
-        (found,) = orthonormal([factor.to(device)])
+        (found,) = orthonormal_factors([factor.to(device)])
         assert np.array_equal(found.cpu().numpy(), expected)
         product = torch.empty(11, 7, device=device)
         multiply(found, right.to(device), product)

@@ -14,10 +14,11 @@ from skippipe.errors import UserError
 from skippipe.jitter import Jitter, Spread, spread_of
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
+from skippipe.planner import strategies
 from skippipe.planner.problem import Problem
 from skippipe.planner.published import published20, published_plan
 from skippipe.planner.request import PlanRequest, Strategy
-from skippipe.planner.strategies import CHOOSING_DRAWS, CHOOSING_SEED, make_plan
+from skippipe.planner.strategies import CHOOSING_SEED, make_plan
 from skippipe.presets import random_cluster
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
@@ -84,7 +85,15 @@ def test_impossible_jitter(spread: float) -> None:
         Jitter(spread)
 
 
-def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter() -> None:
+@pytest.fixture
+def few_draws(monkeypatch: pytest.MonkeyPatch) -> int:
+    """By which plans are chosen."""
+    draws = 40
+    monkeypatch.setattr(strategies, "CHOOSING_DRAWS", draws)
+    return draws
+
+
+def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter(few_draws: int) -> None:
     problem = Problem(random_cluster(8, 3), Workload(MODELS["llama-1.5b"], microbatches=12), 4, 3)
     request = PlanRequest(budget_s=math.inf, changes=8_000)
     plans = {robust: make_plan(problem, Strategy.BEST, replace(request, robust=robust)) for robust in (0.0, 0.3)}
@@ -93,11 +102,12 @@ def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter() -> None
         assert plan.expected == simulate(plan, problem.timing)
     assert plans[0.3].expected and plans[0.0].expected
     assert plans[0.3].expected.iteration_ns >= plans[0.0].expected.iteration_ns
-    choosing = Jitter(0.3, CHOOSING_DRAWS, CHOOSING_SEED)
+    choosing = Jitter(0.3, few_draws, CHOOSING_SEED)
     tails = {robust: spread_of(plan, problem.timing, choosing).tail_ns for robust, plan in plans.items()}
     assert tails[0.3] <= tails[0.0], "by the draws that it was chosen by"
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_commands_plan_for_it_and_draw_it(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     planned = skippipe("plan", "five-sites:6", "--changes", "500", "--robust", "0.3", "-o", file, "--json").json

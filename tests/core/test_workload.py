@@ -126,7 +126,12 @@ def test_expected_bytes() -> None:
         "int6-stochastic": 8 * (96 + 2),
         "int4-tile32": 32 * (16 + 2),
         "int4-tile32-stochastic": 32 * (16 + 2),
+        "int4-rank8": 8 * (64 + 2),
+        "int4-rank8-stochastic": 8 * (64 + 2),
     }
+    model = replace(MODELS["llama-1.5b"], hidden=256)
+    work = Workload(model, samples_per_microbatch=3, sequence_tokens=512, wire_dtype="int4-rank8", header_bytes=0)
+    assert work.activation_bytes == 3 * (512 * 256 // 128 * 66 + 8 * (512 + 256 + 4)), "factors of every sample"
 
 
 def test_workload_file_and_back() -> None:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +34,7 @@ from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import Event, IterationReport
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.node.agent import THE_COORDINATOR
-from skippipe.runtime.simulation.fault_injection import Fault
+from skippipe.runtime.simulation.fault_injection import RELAY, Fault
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.training.job_config import (
@@ -49,9 +50,9 @@ from skippipe.training.job_config import (
 from skippipe.transport.addresses import OUT_ONLY, free_port, split_all
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.workload import Workload
-from tests.helpers.faulty_node import LOOK_S, Scene, name_of, run_coordinator, run_nodes
+from tests.helpers.faulty_node import HUB, LOOK_S, Scene, name_of, run_coordinator, run_nodes, run_relay
 from tests.helpers.plans import uniform_cluster
-from tests.helpers.processes import FORKED
+from tests.helpers.processes import FORKED, MODEL
 from tests.helpers.relay import Wire
 from tests.helpers.virtual_chaos import check_visits
 
@@ -60,17 +61,6 @@ GONE_S = 8.0  # for all processes to be gone after a run
 HEARTBEAT_S = 1.0
 RESTARTS = 50
 VOCABULARY = 300
-MODEL = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
 STAGES = ((0, 1, 2), (3, 4), (5,), (6, 7, 8))
 PATHS = ((0, 3, 5), (1, 4, 5), (2, 3, 6), (0, 4, 7), (1, 5, 8), (2, 5, 6))
 NODES = sum(map(len, STAGES))
@@ -110,10 +100,11 @@ class Ground:
         plan.promising(simulate(plan, Timing.FULL)).save(ground.plan_file)
         coordinator = KeyPair.new()
         KeyFile(THE_COORDINATOR, coordinator).save(ground.keys / "coordinator.key")
-        pairs = {node.name: KeyPair.new() for node in plan.cluster.nodes}
+        pairs = {name: KeyPair.new() for name in (*plan.cluster.number, HUB)}
         for name, pair in pairs.items():
             KeyFile(name, pair, coordinator.public).save(ground.keys / f"{name}.key")
-        PeerList({name: pair.public for name, pair in pairs.items()}).save(ground.keys / "peers.json")
+        publics = {name: pair.public for name, pair in pairs.items()}
+        PeerList(publics, relays=(HUB,)).save(ground.keys / "peers.json")
         return ground
 
     @property
@@ -181,26 +172,28 @@ class Chaos:
     full_disk: tuple[int, int] | None = None
     out_only: frozenset[int] = frozenset()
     """All four as in `Scene`."""
+    relay: bool = False
+    """There is one; nodes join by themselves then."""
     patience_s: float = PATIENCE_S
     choices: Mapping[str, Any] = field(default_factory=dict)
     """For the job (see `Ground.job`)."""
 
     def run(self) -> Outcome:
         kills = any(COORDINATOR in fault.nodes for fault in self.faults)
-        joined = kills if self.joined is None else self.joined
+        joined = self.relay or (kills if self.joined is None else self.joined)
         self._places = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)] if joined else []
         """Of the coordinator: whenever it is started again, it is at the other one."""
-        wires = {
-            pair: Wire((self.folder / "at" / self._end_of(pair)).read_text) for pair in sorted(_failing(self.faults))
+        self._wires = {
+            pair: tuple(Wire((self.folder / "at" / end).read_text) for end in _ends(*pair))
+            for pair in sorted(_failing(self.faults))
         }
-        self._wires = wires
         self._scene = Scene(
             self.folder,
             self.ground.job(
                 self.folder / "run", self.iterations, listen=next(iter(self._places), None), **self.choices
             ),
             tuple(self.faults),
-            {pair: wire.address for pair, wire in wires.items()},
+            {pair: (wire.address, back.address) for pair, (wire, back) in self._wires.items()},
             self.step_s,
             self.build_s,
             self.full_disk,
@@ -216,6 +209,8 @@ class Chaos:
             nodes = FORKED.Process(target=run_nodes, args=(self._scene, self.ground.keys, ",".join(self._places)))
             nodes.start()
         coordinator = self._coordinator(resumed=False)
+        self._hub_at = f"127.0.0.1:{free_port('127.0.0.1')}"
+        self._hub = self._relay() if self.relay else None
         try:
             while coordinator.exitcode != 0:
                 coordinator = self._look(coordinator)
@@ -227,10 +222,11 @@ class Chaos:
         outcome.check_gone()
         return outcome
 
-    def _end_of(self, pair: tuple[int, int]) -> str:
-        """The file that says where a link ends: at a node, or at its sender, which the receiver calls."""
-        sender, receiver = map(name_of, pair)
-        return f"{sender}-{receiver}" if pair[1] in self.out_only else receiver
+    def _relay(self) -> ForkServerProcess:
+        places = self._scene, self.ground.keys, ",".join(self._places), self._hub_at
+        process = FORKED.Process(target=run_relay, args=places)
+        process.start()
+        return process
 
     def _coordinator(self, *, resumed: bool) -> ForkServerProcess:
         scene = self._scene
@@ -251,6 +247,9 @@ class Chaos:
                 self._ended.add(index)
                 self._end(fault)
         coordinator.join(LOOK_S)
+        gone = self._hub is not None and self._hub.exitcode is not None
+        if gone and not any(RELAY in fault.nodes and self._scene.lasts(each) for each, fault in enumerate(self.faults)):
+            self._hub = self._relay()
         if coordinator.exitcode in (None, 0):
             return coordinator
         kills = [index for index in self._begun if self.faults[index].nodes == (COORDINATOR,)]
@@ -280,22 +279,27 @@ class Chaos:
                 wire.mend()
 
     def _along(self, fault: Fault) -> list[Wire]:
-        return [self._wires[pair] for pair in _links(fault)]
+        return [wire for pair in _links(fault) for wire in self._wires[pair]]
 
     def _let_go(self, coordinator: ForkServerProcess, nodes: ForkServerProcess | None) -> None:
         for index in self._begun - self._ended:
             self._end(self.faults[index])
         self._scene.path("over").touch()
-        for process in (coordinator, nodes):
+        for process in (coordinator, nodes, self._hub):
             if process is not None:
-                process.join(GONE_S if process is nodes else 0)
+                process.join(0 if process is coordinator else GONE_S)
                 process.kill()
                 process.join(GONE_S)
-        for wire in self._wires.values():
+        for wire in chain.from_iterable(self._wires.values()):
             wire.cut()
 
     def tale(self) -> str:
         return Outcome(self._scene, self.ground, self.iterations, 0.0).tale()
+
+
+def _ends(sender: int, receiver: int) -> tuple[str, str]:
+    """The files that say where a link ends: at the receiver, and where that one calls for it."""
+    return name_of(receiver), f"{name_of(sender)}-{name_of(receiver)}"
 
 
 def _links(fault: Fault) -> list[tuple[int, int]]:
@@ -418,7 +422,7 @@ class Outcome:
         """No process is left, not even as a zombie, and nobody listens any more."""
         rows = [line.split() for line in self.scene.path("pids").read_text().splitlines()]
         pids = {int(pid) for _, pid, *_ in rows} | {
-            int(parent) for name, _, parent, *_ in rows if name != THE_COORDINATOR
+            int(parent) for name, _, parent, *_ in rows if name not in (THE_COORDINATOR, HUB)
         }
         ports = {port for _, _, _, *at in rows for each in at if each != OUT_ONLY for _, port in split_all(each)}
         pids -= {os.getpid()}

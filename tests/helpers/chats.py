@@ -25,18 +25,14 @@ def chat_tokenizer(template: str = TEMPLATE) -> TextTokenizer:
     return TextTokenizer(json.dumps(raw), {"eos_token": TURN_END, "chat_template": template})
 
 
-def chats(count: int, seed: int = 0, turns: int = 2) -> list[list[dict[str, str]]]:
-    """Conversations of some turns, each of a few words."""
-    random = np.random.default_rng(seed)
+def chats(count: int) -> list[list[dict[str, str]]]:
+    """Conversations of one turn or two, each of a few words."""
+    random = np.random.default_rng(0)
 
     def said() -> str:
         return " ".join(random.choice(WORDS, random.integers(1, 6)))
 
     return [
-        [
-            {"role": role, "content": said()}
-            for _ in range(random.integers(1, turns + 1))
-            for role in ("user", "assistant")
-        ]
+        [{"role": role, "content": said()} for _ in range(random.integers(1, 3)) for role in ("user", "assistant")]
         for _ in range(count)
     ]

@@ -44,7 +44,6 @@ WORKLOAD: dict[str, str | With] = {
 PROBLEM = {**WORKLOAD, "--stages": "3", "--visit": "2", "--skip": "1/2", "--sizes": "2,1,1,1"}
 OVERWRITE = With("", "-o there.json")
 ALREADY = "is there already; --overwrite replaces it; or name another file"
-PART = {"--stages": "0,2", "--keep": "2/3", "--cut": "3,2"}
 
 ARGUMENTS = {
     "cluster": "regions:3",

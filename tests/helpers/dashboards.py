@@ -54,15 +54,13 @@ def replace_name(node: Any, name: str) -> Any:
 class RunFolder:
     """What a run has written so far."""
 
-    def __init__(
-        self, folder: Path, plan: Plan, *, iterations: int = 1000, resumed: bool = False, run_id: str = ""
-    ) -> None:
+    def __init__(self, folder: Path, plan: Plan, *, resumed: bool = False, run_id: str = "") -> None:
         self.folder = folder
         self.plan = plan
         plan.save(folder / "plan.json")
         self._run_id = run_id
         self._metrics = MetricsFile(
-            folder / "metrics.jsonl", IterationMetrics(plan), iterations, resumed=resumed, run_id=run_id
+            folder / "metrics.jsonl", IterationMetrics(plan), 1000, resumed=resumed, run_id=run_id
         )
         self._events = EventsFile(folder / "events.jsonl", resumed=resumed, run_id=run_id)
 

@@ -46,6 +46,10 @@ def lines(block: str) -> list[str]:
     return [line.strip() for line in typed if line.strip() and not line.lstrip().startswith("#")]
 
 
+def without_remark(line: str) -> str:
+    return line.partition("  #")[0].strip()
+
+
 def commands(text: str) -> Iterator[list[str]]:
     """What stands behind `skippipe` in blocks for a shell."""
     for block in BLOCK.finditer(text):

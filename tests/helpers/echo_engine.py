@@ -137,13 +137,8 @@ def _logprob(each: str, most: int) -> TextLogprob:
 class Caller:
     """Calls an application without a server."""
 
-    def __init__(
-        self,
-        engine: EchoEngine | None = None,
-        settings: ApiSettings = OPEN,
-        access_log: Callable[[str], None] | None = None,
-    ) -> None:
-        self.engine = engine or EchoEngine()
+    def __init__(self, settings: ApiSettings = OPEN, access_log: Callable[[str], None] | None = None) -> None:
+        self.engine = EchoEngine()
         self.app = routes.application(self.engine, settings, access_log)
 
     def __call__(self, method: str, path: str, **options: Any) -> httpx2.Response:

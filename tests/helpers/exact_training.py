@@ -166,6 +166,12 @@ def assert_replicas_alike(plan: Plan, computers: dict[int, StageExecutor]) -> No
                 assert torch.equal(each.tasks.weights.values, values)
 
 
+def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
+    """The mean difference of two models' weights."""
+    assert some.keys() == others.keys()
+    return float(torch.cat([(some[name] - others[name]).flatten().abs() for name in some]).mean())
+
+
 def assert_exact(
     plan: Plan,
     spec: ModelSpec,

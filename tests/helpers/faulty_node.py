@@ -36,7 +36,8 @@ from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.runtime.simulation.fault_injection import Fault, phase_of
+from skippipe.runtime.relay import RelayAgent
+from skippipe.runtime.simulation.fault_injection import RELAY, Fault, phase_of
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import ROLES
 from skippipe.training.backends import BACKENDS
@@ -46,9 +47,11 @@ from skippipe.training.train_job import run_job
 from skippipe.transport.addresses import OUT_ONLY
 from skippipe.transport.keys import KeyFile, KeyPair
 from skippipe.transport.message import Message
+from skippipe.transport.relay import Relay
 
 LOOK_S = 0.01  # from one look at what has happened to the next
 FULL_BYTES = 2**16  # that a file may have while the disk is full: enough for a journal, too little for a checkpoint
+HUB = "hub"  # the name of the relay
 COMMON = ("forward", "backward", "averaging", "step")  # what every node does, if it does anything
 
 
@@ -62,8 +65,9 @@ class Scene:
     folder: Path
     job: JobConfig
     faults: tuple[Fault, ...] = ()
-    wires: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """From a node to a node → the address that leads there, if the link is to fail."""
+    wires: Mapping[tuple[int, int], tuple[str, str]] = field(default_factory=dict)
+    """From a node to a node → the address that leads there, and the one for calls of the receiver, if the link is to
+    fail."""
     step_s: float = 0.0
     """That a step takes at least: nobody comes back in time on a machine that is done with everything by then."""
     build_s: float = 0.0
@@ -140,7 +144,7 @@ class Scene:
 
 
 def name_of(node: int) -> str:
-    return THE_COORDINATOR if node == COORDINATOR else f"n{node}"
+    return {COORDINATOR: THE_COORDINATOR, RELAY: HUB}.get(node, f"n{node}")
 
 
 def _put(path: Path, text: str) -> None:
@@ -167,7 +171,7 @@ class Stricken(NodeAgent):
 
     def _update_peers(self, peers: dict[str, Any]) -> None:
         own = int(self._join_config.name[1:])
-        detours = {name_of(there): address for (here, there), address in self._scene.wires.items() if here == own}
+        detours = {name_of(there): address for (here, there), (address, _) in self._scene.wires.items() if here == own}
         super()._update_peers(
             {
                 name: [detours[name], found[1]] if name in detours and found[0] not in ("", OUT_ONLY) else found
@@ -176,12 +180,12 @@ class Stricken(NodeAgent):
         )
 
     def _call_back(self, control: CallBack) -> None:
-        """What is sent to this node comes over a stream that it opens: that takes the detour."""
+        """What is sent to this node comes over a stream that it opens: that takes the detour. So it does to a relay."""
         peer, own = control.peer, self._join_config.name
-        detour = self._scene.wires.get((int(peer[1:]), int(own[1:])))
-        if detour is not None:
+        wires = self._scene.wires.get((int(peer[1:]), int(own[1:])))
+        if wires is not None and control.token:
             _put(self._scene.path("at", f"{peer}-{own}"), control.address)
-            control = msgspec.structs.replace(control, address=detour)
+            control = msgspec.structs.replace(control, address=wires[1])
         super()._call_back(control)
 
 
@@ -210,6 +214,9 @@ class Shaky:
 
     def fits(self, message: Message, expected: Any) -> bool:
         return self._executor.fits(message, expected)
+
+    def prefetch(self, given: Any, device: int) -> Any:
+        return self._executor.prefetch(given, device)
 
     def _spoil(self) -> None:
         for index in list(self._poison):
@@ -276,6 +283,14 @@ def _fill_disk(scene: Scene) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES if report.iteration == first else most, most))
 
     MetricsFile.iteration_done = iteration_done  # type: ignore[method-assign]
+
+
+def run_relay(scene: Scene, keys: Path, coordinator: str, address: str) -> None:
+    """`skippipe relay`, until the harness ends it."""
+    file = KeyFile.load(keys / f"{HUB}.key")
+    scene.born(HUB, address)
+    agent = RelayAgent(HUB, file.keys, coordinator, file.coordinator or "", Relay(address), address)
+    agent.run(scene.path("over").exists)
 
 
 def run_nodes(scene: Scene, keys: Path, listen: str) -> None:

@@ -21,7 +21,7 @@ import jsonschema
 CORPUS: list[dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "serving" / "openai_requests.json").read_text(encoding="utf-8")
 )
-NUMBER, TEXT, COUNT = {"type": "number"}, {"type": "string"}, {"type": "integer", "minimum": 0}
+TEXT, COUNT = {"type": "string"}, {"type": "integer", "minimum": 0}
 LOGPROB = {"type": "number", "maximum": 0}
 
 

@@ -124,6 +124,9 @@ def costs(plan: Json) -> Costs:
         times = {
             kind: max(1, round(min(count / node["flops_per_s"] * 1e9, CAP_NS))) for kind, count in operations.items()
         }
+        devices = node.get("devices", 1)
+        copies = workers - 1 if workers > 1 else int(devices > 1)
+        times["optimizer"] += round(8 * copies * trained[stage] / 25)
         times["weight"], gradients_ns = 0, times.pop("gradients")
         if is_split(plan):
             of_layer = 2 * n * t * adapters

@@ -177,13 +177,13 @@ def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = Non
 
 
 @st.composite
-def plans(draw: st.DrawFn, lost: bool = False, devices: bool = True) -> Plan:
+def plans(draw: st.DrawFn, lost: bool = False) -> Plan:
     """Well-formed plans that may break any rule: paths wander at random over nodes that hold a stage; stages average in
     any way.
 
-    `lost`: nobody holds one more stage. `devices`: nodes may have several.
+    `lost`: nobody holds one more stage.
     """
-    cluster = draw(clusters(least=3, most=8, devices=devices))
+    cluster = draw(clusters(least=3, most=8, devices=True))
     count = len(cluster)
     stages = draw(st.integers(2, min(4, count)))
     owner = [*range(stages), *(draw(st.integers(0, stages - 1)) for _ in range(count - stages))]

@@ -70,7 +70,8 @@ class Losses(Callback):
         self.found.append(report.loss)
 
 
-def trained(run_setup: RunSetup, engine: str) -> list[float]:
+def trained(run_setup: RunSetup, engine: str = "virtual") -> list[float]:
+    """The losses of all iterations."""
     losses = Losses()
     BACKENDS[engine](run_setup.with_first_checkpoint(), losses, lambda: 0)
     return losses.found

@@ -41,7 +41,7 @@ cluster = "regions:{nodes}"
 model.config = {folder!r}
 data = {{ texts = [{text!r}], vocabulary = 300, folder = {tokens!r} }}
 batch = {{ sequence = 16, samples = 1, microbatches = 4 }}
-pipeline = {{ stages = {stages}, skip = "0", budget_s = 0.2 }}
+pipeline = {{ stages = {stages}, skip = "0", budget_s = 0.05 }}
 """
 
 
@@ -60,6 +60,7 @@ FORKED.set_forkserver_preload(
         "tests.helpers.faulty_node",
         "tests.helpers.models",
         "tests.helpers.profiling",
+        "tests.helpers.preloaded",
     ]
 )
 """What every process of a test is forked from, since importing torch takes longer than most of them. Python has one

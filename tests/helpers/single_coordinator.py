@@ -203,12 +203,12 @@ class CoordinatorHarness:
     def contributed(self, node: int, visits: list[list[int]] | None = None) -> DrainAck:
         return DrainAck(self.coordinator.iteration, self.env.epoch, self.visits(node) if visits is None else visits)
 
-    def return_microbatches(self, *lanes: int, loss: float = 2.0) -> None:
+    def return_microbatches(self, *lanes: int) -> None:
         """All microbatches, or those of some lanes, return to their data nodes."""
         for lane, way in enumerate(self.coordinator.plan.lanes):
             for microbatch in range(way.microbatches if not lanes or lane in lanes else 0):
                 home = self.env.data_nodes.get(lane, way.path[0])
-                self.send(home, MicrobatchDone(self.coordinator.iteration, self.env.epoch, lane, microbatch, loss))
+                self.send(home, MicrobatchDone(self.coordinator.iteration, self.env.epoch, lane, microbatch, 2.0))
 
     def average(self, **norms: float) -> None:
         """All nodes report their average; `n4=5.0`: node 4 finds another norm."""
@@ -223,12 +223,12 @@ class CoordinatorHarness:
     def to_all(self, control: ControlMessage) -> dict[int, list[ControlMessage]]:
         return {node: [control] for node in self.coordinator.nodes}
 
-    def wait(self, seconds: float, *silent: int, alive: bool = True, busy: Collection[int] = ()) -> None:
+    def wait(self, seconds: float, *silent: int, busy: Collection[int] = ()) -> None:
         """Ticks every second; all but some nodes send heartbeats, and some have work all the time."""
         since, until = self.env.now_s, self.env.now_s + seconds
         while self.env.now_s < until:
             self.env.now_s = min(until, self.env.now_s + 1.0)
-            for node in self.coordinator.membership if alive else ():
+            for node in self.coordinator.membership:
                 if node not in silent:
                     self.send(node, Heartbeat("something", self.env.now_s - since if node in busy else 0.0))
             self.coordinator.tick()

@@ -80,6 +80,9 @@ class Bench:
     def fits(self, message: Message, expected: Any) -> bool:
         return message.kind not in self.misfits and self.executor.fits(message, expected)
 
+    def prefetch(self, given: Any, device: int) -> Any:
+        return self.executor.prefetch(given, device)
+
     # what a test does
 
     def begin(self, iteration: int = 0, epoch: int = 0) -> Bench:

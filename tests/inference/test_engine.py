@@ -105,10 +105,9 @@ def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, mo
 
 def test_slots_that_follow_one_another_are_read_without_copying() -> None:
     store = StageCache(0, [None], 1000)
-    device = torch.device("cpu")
     new = torch.ones(2, 1, 3, 4)
-    store.begin(BatchRows((0, 1), (0, 0), (3, 3)), device).update(new, new, 0)
-    keys, values = store.begin(BatchRows((0, 1), (3, 3), (1, 1)), device).update(new[:, :, :1], new[:, :, :1], 0)
+    store.begin(BatchRows((0, 1), (0, 0), (3, 3))).update(new, new, 0)
+    keys, values = store.begin(BatchRows((0, 1), (3, 3), (1, 1))).update(new[:, :, :1], new[:, :, :1], 0)
     pair = store.stores[0]
     assert pair is not None
     assert keys.untyped_storage().data_ptr() == pair[0].untyped_storage().data_ptr()

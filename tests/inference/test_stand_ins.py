@@ -33,8 +33,9 @@ RECIPES = [
     SkipSchedule("1/3", bridges=3),
     SkipSchedule("1/3", adapters=4),
     SkipSchedule("1/3", bridges=2, adapters=5, adapters_by_hop=True),
+    SkipSchedule("1/3", adapters=5, adapters_by_hop=True, adapters_shared=2),
 ]
-IDS = ["bridges", "adapters", "adapters by hop over bridges"]
+IDS = ["bridges", "adapters", "adapters by hop over bridges", "adapters by hop and shared"]
 
 
 def healed(folder: Path, recipe: SkipSchedule, family: str = "llama") -> Engine:
@@ -48,7 +49,7 @@ def healed(folder: Path, recipe: SkipSchedule, family: str = "llama") -> Engine:
         for mine, theirs in zip(engine.stages, stages, strict=True):
             for (_, each), (_, other) in zip(mine.named_weights(), theirs.named_weights(), strict=True):
                 each.copy_(other)
-    write_bridges(folder, LAYERS, engine.bridges, engine.adapters, adapters_by_hop=recipe.adapters_by_hop)
+    write_bridges(folder, LAYERS, engine.bridges, engine.adapters, hop_rank=recipe.hop_rank)
     return engine
 
 

@@ -13,18 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from skippipe.cli import main
 from skippipe.cli.eval import ENVIRONMENT
+from skippipe.data.questions import QUESTION_KINDS, Prose, sentences_of
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import exported_layers, load, locate_checkpoint
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
-from skippipe.lm_harness.tasks import (
-    TASK_KINDS,
-    HarnessTask,
-    Prose,
-    build_tasks,
-    parse_names,
-    sentences_of,
-    write_tasks,
-)
+from skippipe.lm_harness.tasks import HarnessTask, build_tasks, parse_names, write_tasks
 from skippipe.stage_subset import StageSubset, parse_subsets
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, plainly
 from tests.helpers.models import FAMILIES
@@ -41,12 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prose() -> Prose:
-    return Prose("classics-val")
+    return Prose.read("classics-val")
 
 
 @pytest.fixture(scope="module")
 def tasks(prose: Prose) -> dict[str, HarnessTask]:
-    return {task.name: task for task in build_tasks(list(TASK_KINDS), prose, seed=3, limit=60)}
+    return {task.name: task for task in build_tasks(list(QUESTION_KINDS), prose, seed=3, limit=60)}
 
 
 # ---- parts
@@ -112,11 +105,11 @@ def test_sentences() -> None:
 
 
 def test_the_same_text_and_seed_give_the_same_questions(prose: Prose, tasks: dict[str, HarnessTask]) -> None:
-    again = build_tasks(list(TASK_KINDS), Prose("classics-val"), seed=3, limit=60)
-    assert {task.name: len(task.items) for task in again} == dict.fromkeys(TASK_KINDS, 60)
+    again = build_tasks(list(QUESTION_KINDS), Prose.read("classics-val"), seed=3, limit=60)
+    assert {task.name: len(task.items) for task in again} == dict.fromkeys(QUESTION_KINDS, 60)
     assert again == list(tasks.values())
     for fewer, other in zip(
-        build_tasks(list(TASK_KINDS), prose, 3, 9), build_tasks(list(TASK_KINDS), prose, 4, 9), strict=True
+        build_tasks(list(QUESTION_KINDS), prose, 3, 9), build_tasks(list(QUESTION_KINDS), prose, 4, 9), strict=True
     ):
         assert fewer.items == tasks[fewer.name].items[:9]
         assert fewer.items != other.items
@@ -169,7 +162,7 @@ def test_files_for_the_harness(tmp_path: Path, tasks: dict[str, HarnessTask]) ->
 def test_texts_and_names_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Too short. By far.")
     with pytest.raises(UserError, match="no question of the kind 'choice'"):
-        build_tasks(["choice"], Prose(str(tmp_path / "short.txt")))
+        build_tasks(["choice"], Prose.read(str(tmp_path / "short.txt")))
     with pytest.raises(UserError, match="'riddle' is none of cloze, choice, order"):
         parse_names("cloze,riddle")
 

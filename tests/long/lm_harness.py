@@ -19,11 +19,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skippipe.cli import main
 from skippipe.cli.eval import ENVIRONMENT
 from skippipe.data.documents import source
-from skippipe.data.tokenizer import train_bpe
+from skippipe.data.questions import QUESTION_KINDS, Prose
+from skippipe.data.tokenizer import TextTokenizer, train_bpe
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel, load
-from skippipe.lm_harness.tasks import TASK_KINDS, HarnessTask, Prose, build_tasks, write_tasks
+from skippipe.inference.likelihood import SubsetModel
+from skippipe.lm_harness.tasks import HarnessTask, build_tasks, metrics_of, write_tasks
 from skippipe.stage_subset import StageSubset
+from skippipe.study.question_scores import QuestionSet
 from tests.helpers import model_folders
 
 pytest.importorskip("lm_eval")
@@ -69,7 +72,7 @@ def staged(folder: Path) -> StagedModel:
 
 @pytest.fixture(scope="module")
 def tasks() -> list[HarnessTask]:
-    return build_tasks(list(TASK_KINDS), Prose("classics-val"), limit=QUESTIONS)
+    return build_tasks(list(QUESTION_KINDS), Prose.read("classics-val"), limit=QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +97,8 @@ def test_the_harness_gives_the_same_scores_to_its_own_model(staged: StagedModel,
     theirs = evaluated(
         "hf", questions, model_args={"pretrained": str(folder), "dtype": "float32"}, device="cpu", batch_size=8
     )
-    assert set(ours["results"]) == {f"skippipe_{name}" for name in TASK_KINDS}
-    for kind in TASK_KINDS:
+    assert set(ours["results"]) == {f"skippipe_{name}" for name in QUESTION_KINDS}
+    for kind in QUESTION_KINDS:
         name = f"skippipe_{kind}"
         assert len(theirs["samples"][name]) == QUESTIONS
         for one, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
@@ -103,9 +106,19 @@ def test_the_harness_gives_the_same_scores_to_its_own_model(staged: StagedModel,
             for (log, greedy), (expected, likewise) in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
                 assert log == pytest.approx(expected, abs=1e-4)
                 assert greedy == likewise
-        for metric in TASK_KINDS[kind].metrics:
+        for metric in metrics_of(kind):
             value, expected = (each["results"][name][f"{metric},none"] for each in (ours, theirs))
             assert value == pytest.approx(expected, rel=1e-4 if metric == "perplexity" else 0)
+
+
+def test_a_study_gives_the_scores_of_the_harness(staged: StagedModel, folder: Path, questions: Path) -> None:
+    expected = evaluated(SubsetLM(staged, WHOLE), questions)["results"]
+    asked = QuestionSet(Prose.read("classics-val"), TextTokenizer.load(folder), QUESTIONS, staged.context, "cpu")
+    scores = asked.scores(staged.stages[0], SubsetModel(staged, WHOLE).hidden)
+    assert scores.keys() == QUESTION_KINDS.keys()
+    for kind, shares in scores.items():
+        for metric, share in shares.items():
+            assert share == pytest.approx(expected[f"skippipe_{kind}"][f"{metric},none"], abs=1e-5), f"{kind}, {metric}"
 
 
 def pairs_of(tasks: list[HarnessTask]) -> list[tuple[str, str]]:
@@ -162,7 +175,7 @@ def test_whole_texts_and_generated_ones_are_those_of_the_harness(staged: StagedM
 
     ours = SubsetLM(staged, WHOLE)
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
-    long = " ".join(sentence.text for sentence in Prose("classics-val").documents[0][:40])
+    long = " ".join(sentence.text for sentence in Prose.read("classics-val").documents[0][:40])
     texts = requests("loglikelihood_rolling", (long,), ("Emma laughed.",), (long[:900],))
     assert ours.loglikelihood_rolling(texts) == pytest.approx(theirs.loglikelihood_rolling(texts), abs=1e-3)
     (free,) = theirs.generate_until(requests("generate_until", (long, {"until": [], "max_gen_toks": 24})))
@@ -239,7 +252,7 @@ def test_the_command(
     assert "0,2 ×2" in printed.out
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert [(subset["stages"], subset["drive"]) for subset in scores["parts"]] == [([0, 1, 2], 1.0), ([0, 2], 2.0)]
-    asked = build_tasks(["cloze", "order"], Prose("classics-val"), limit=6)
+    asked = build_tasks(["cloze", "order"], Prose.read("classics-val"), limit=6)
     again = score(SubsetLM(load(folder), StageSubset((0, 2), 3, 2.0)), asked, tmp_path / "t")
     for name, found in scores["parts"][1]["tasks"].items():
         assert found["questions"] == 6

@@ -38,10 +38,10 @@ EVIL = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\nraise S
 CUSTOM = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.EvilModel", "AutoTokenizer": ["evil.Slow", None]}
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A sound model."""
-    place = tmp_path / "model"
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model to copy."""
+    place = tmp_path_factory.mktemp("sound") / "model"
     spec = ModelSpec(tiny("llama", vocab_size=TOKENIZER.size), 5)
     model = ModelFolder(place, LAYERS, spec, TOKENIZER)
     for number, layers in enumerate(layer_ranges(LAYERS)):
@@ -49,6 +49,12 @@ def folder(tmp_path: Path) -> Path:
         names = [each.name for each in layout_of_stage(spec, LAYERS, number)]
         model.store_flat(number, torch.cat([weights[name].detach().flatten() for name in names]))
     return place
+
+
+@pytest.fixture
+def folder(tmp_path: Path, sound: Path) -> Path:
+    """A sound model."""
+    return shutil.copytree(sound, tmp_path / "model")
 
 
 def change(file: Path, **fields: Any) -> None:
@@ -92,8 +98,10 @@ def test_code_of_a_model_folder_is_refused_by_every_command(
     monkeypatch.chdir(tmp_path)
     wants_code(folder, model_type="evil")
     (tmp_path / "job.toml").write_text(JOB.format(model=folder, tokenizer=""))
+    (tmp_path / "text.txt").write_text("It was the best of times, it was the worst of times. " * 99)
     (tmp_path / "study.toml").write_text(
-        f'name = "s"\nmodel = "{folder}"\n[[variant]]\nname = "v"\nrecipe.skip = "0"\n'
+        f'name = "s"\nmodel = "{folder}"\ntrain = ["text.txt"]\ntests = ["same=text.txt"]\nvocabulary = 300\n'
+        '[[variant]]\nname = "v"\nrecipe.skip = "0"\n'
     )
     ran = skippipe(*words)
     assert ran.code == 2, ran.err
@@ -139,13 +147,16 @@ def test_attention_is_torchs_own(folder: Path) -> None:
 def test_every_call_into_transformers_says_that_no_code_is_trusted() -> None:
     found = 0
     for file in [*PROJECT.glob("skippipe/**/*.py"), *PROJECT.glob("benchmarks/**/*.py")]:
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
+        text = file.read_text(encoding="utf-8")
+        if not re.search(r"pickle|marshal|shelve|joblib|dill|\bload\b|from_pretrained|from_config", text):
+            continue
+        for node in ast.walk(ast.parse(text)):
             names = [each.name for each in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
             assert not {"pickle", "marshal", "shelve", "joblib", "dill"} & set(names), f"{file}: {names}"
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
-            assert ast.unparse(node.func) not in ("torch.load", "np.load", "numpy.load"), f"{file}:{node.lineno}"
+            if node.func.attr == "load":
+                assert ast.unparse(node.func) not in ("torch.load", "np.load", "numpy.load"), f"{file}:{node.lineno}"
             if node.func.attr in ("from_pretrained", "from_config") and ast.unparse(node.func.value) != "cls":
                 said = {each.arg: ast.unparse(each.value) for each in node.keywords}
                 if "ModelShape" in ast.unparse(node.func.value):  # ours

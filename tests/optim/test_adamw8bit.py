@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from skippipe.optim import adamw8bit, host_state
 from skippipe.optim.adamw8bit import AdamW8bit
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import ParamSlot
+from tests.helpers.executors import noise
 
 torch.set_num_threads(1)
 LEARNING = OptimConfig("adamw8bit", beta1=0.8, beta2=0.97, weight_decay=0.3, epsilon=1e-6)
@@ -23,20 +25,20 @@ def gradient_of(step: int) -> torch.Tensor:
     return torch.tensor(random.normal(size=SIZE) * random.permutation(sizes) * (np.arange(SIZE) % 7 > 0)).float()
 
 
-def in_8_bits(block: list[float], levels: int, power: int, least: int, step: int | None) -> list[float]:
-    """What is left of a block; `step` None: each number becomes the nearest one that can be held."""
+def in_8_bits(block: list[float], levels: int, power: int, least: int, step: int) -> list[float]:
+    """What is left of a block. The first 31 numbers have a bit less."""
     scale = max(map(abs, block))
     if scale < 2.0**-66:
         return [0.0] * len(block)
-    grid = np.arange(levels + 2) / levels
-    held = grid**power
     found = []
     for place, value in enumerate(block):
+        most, lowest = (levels // 2, least // 2) if place < 31 else (levels, least)
+        held = (np.arange(most + 2) / most) ** power
         share = abs(value) / scale
         code = int(np.searchsorted(held, share * (1 + 1e-12), side="right")) - 1
-        upper = 0.5 if step is None else (place * 2**0.5 + step * 0.6180339887498949) % 1
+        upper = (place * 2**0.5 + step * 0.6180339887498949) % 1
         code += (share - held[code]) > upper * (held[code + 1] - held[code])
-        found.append(float(np.sign(value) or 1) * scale * held[min(levels, max(least, code))])
+        found.append(float(np.sign(value) or 1) * scale * held[min(most, max(lowest, code))])
     return found
 
 
@@ -55,8 +57,8 @@ def test_steps_are_those_of_an_independent_computation() -> None:
         ours.step(gradient, 0.01)
         for first in range(0, SIZE, 256):
             here = slice(first, first + 256)
-            mean[here] = in_8_bits(mean[here].tolist(), 127, 4, 0, step)
-            square[here] = in_8_bits(square[here].tolist(), 255, 8, 2, step)
+            mean[here] = in_8_bits(mean[here].tolist(), 127, 2, 0, step)
+            square[here] = in_8_bits(square[here].tolist(), 255, 4, 2, step)
         ours.steps += 1
         for name, expected in (("exp_avg", mean), ("exp_avg_sq", square)):
             found = ours.read_state(name, 0, SIZE).double().numpy()
@@ -99,3 +101,22 @@ def test_a_running_mean_follows_changes_that_are_smaller_than_the_distance_of_tw
     ratio = (ours.read_state("exp_avg_sq", 0, size).double() / square).sqrt()
     assert abs(float(ratio.mean()) - 1) < 0.01
     assert float(ratio.std()) < 0.05
+
+
+def test_a_step_can_be_traced_whole_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled for a GPU: whole pieces; the last one, shorter, is stepped along as it is."""
+    piece = 512
+    monkeypatch.setattr(adamw8bit, "HOST_PIECE", piece)
+    monkeypatch.setattr(host_state, "HOST_PIECE", piece)
+    size, made = 2 * piece + 300, []
+    for traced in (False, True):
+        values = noise(1, size)
+        optimizer = AdamW8bit(values, [ParamSlot("a", (size, 1), 0)], LEARNING)
+        if traced:
+            optimizer._compiled = torch.compile(optimizer._update, backend="eager", fullgraph=True, dynamic=False)
+        for step in range(4):
+            optimizer.step_along(noise(10 + step, size), 0.01 / (1 + step), 0.5)
+            optimizer.steps += 1
+        made.append((values, *(optimizer.read_state(name, 0, size) for name in optimizer.state)))
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -139,7 +139,7 @@ def test_no_random_plan_beats_it() -> None:
     assert compared >= 10
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))])
 def test_no_strategy_beats_it(seed: int) -> None:
     problem = some_problem(1000 + seed)
     assert problem is not None, "take another seed"
@@ -170,7 +170,7 @@ def test_published_plans_do_not_beat_it(timing: Timing, split: bool) -> None:
 @pytest.mark.parametrize(("split", "known_s"), [(False, 25.4), (True, 22.6)])
 def test_within_a_tenth_of_the_best_plan_known(split: bool, known_s: float) -> None:
     problem, _ = published_problem(Timing.CONTENTION_ONLY, split)
-    bound = lower_bound([problem], 3.0)
+    bound = lower_bound([problem], 3.0, time.process_time)  # whatever else the machine does
     assert known_s / 1.1 <= bound.ns / 1e9 <= known_s
 
 

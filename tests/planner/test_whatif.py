@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -32,6 +32,7 @@ from skippipe.constraints import circle, tc1_overfull
 from skippipe.critical_path import Cause, CauseKind, critical_path
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
+from skippipe.planner.whatif import advisor
 from skippipe.planner.whatif.advisor import Advice, advise
 from skippipe.planner.whatif.candidates import EditKind
 from skippipe.planner.whatif.edits import one_more_slot, with_twin, without_node
@@ -56,6 +57,14 @@ from tests.helpers.plans import TINY, plans, simulated, uniform_cluster
 from tests.helpers.processes import Command
 
 timings = st.sampled_from(list(Timing))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_searches() -> Iterator[None]:
+    """So many changes find the best paths over eight nodes or fewer."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(advisor, "SEARCHED", 4_000)
+        yield
 
 
 # the critical path

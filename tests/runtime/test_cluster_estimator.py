@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from itertools import permutations
+from itertools import combinations, permutations
 from math import inf
 
 import pytest
@@ -183,12 +183,36 @@ def test_nodes_that_only_call_out_wait_for_a_relay_and_for_its_return() -> None:
     harness.send(0, LinkDown(2, 1)).send(2, LinkDown(0, 1)).send(2, LinkDown(3, 1))
     assert is_now(coordinator, CoordinatorState.PAUSED) and not harness.env.logged("disconnect")
     coordinator.on_relay("hub", unlimited)
+    harness.send(0, LinkDown(2, 1))  # they have not met again yet
     harness.wait(6)
     assert is_now(coordinator, CoordinatorState.TRAINING), harness.env.events
     assert any(isinstance(each, Begin) for each in harness.env.new_messages()[0])
     assert {lane.path for lane in coordinator.plan.lanes} == {lane.path for lane in plan.lanes}
+    coordinator.on_relay("hub", None)
+    coordinator.on_relay("hub", unlimited)
+    cuts = harness.env.event_kinds().count("cut")
+    epoch = coordinator._commits.epoch
+    harness.send(0, LinkDown(1, epoch)).send(0, LinkDown(2, epoch))
+    assert harness.env.event_kinds().count("cut") == cuts, "it was back before anybody noticed"
     harness.iterate()
     assert coordinator.failure == "" and not harness.env.logged("disconnect")
+
+
+def test_two_that_cannot_call_each_other_meet_at_a_relay_and_are_not_to_blame_without_one() -> None:
+    """Both can be called from the coordinator. Without a relay their link is down for a while, like any other."""
+    plan = plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    harness = out_only(plan)
+    coordinator = harness.coordinator
+    for node in range(4):
+        harness.send(node, Ready())
+    coordinator.on_apart(0, 2)
+    harness.send(0, LinkDown(2, 1))
+    assert coordinator._replanner.estimator.link_reports.add_costly(0, 3, 0) == [3], "the first that counts"
+    assert not coordinator.plan.cluster.bandwidth_bytes_per_s[[0, 2], [2, 0]].any()
+    coordinator.on_relay("hub", RelayInfo("10.0.0.1:5560", 1e4, inf, 0))
+    harness.iterate()
+    assert coordinator.plan.cluster == with_relay(plan.cluster, {frozenset({0, 2})}, 1e4)
+    assert harness.env.event_kinds()[0] == "cut" and not harness.env.logged("disconnect")
 
 
 def test_a_relay_that_never_comes_is_named() -> None:
@@ -200,10 +224,11 @@ def test_a_relay_that_never_comes_is_named() -> None:
 def test_plans_count_on_what_a_relay_carries() -> None:
     plan = wide_plan()
     nodes = range(len(plan.cluster))
+    pairs = {frozenset(pair) for pair in combinations(nodes, 2)}
     rates = {"hub": RelayInfo("10.0.0.1:5560", 1e4, inf, 0), "spare": RelayInfo("10.0.0.2:5560", 2e4, inf, 0)}
     estimator = ClusterEstimator(plan, plan.cluster, 0, set(nodes), rates)
     found = estimator.cluster(0, speeds=False)
-    assert found == with_relay(plan.cluster, nodes, 3e4) != plan.cluster
+    assert found == with_relay(plan.cluster, pairs, 3e4) != plan.cluster
     assert ClusterEstimator(replace(plan, cluster=found), found, 0, set(nodes), rates).cluster(0, speeds=False) is None
     rates["hub"] = RelayInfo("10.0.0.1:5560", inf, inf, 0)
     assert estimator.cluster(0, speeds=False) is None

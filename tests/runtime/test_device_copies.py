@@ -48,11 +48,11 @@ def test_a_task_gives_the_same_with_copies_beside_it() -> None:
         executor = computer_of(1, copies=copies)
         bodies = []
         for step, seed in ((1, 1), (5, 2)):
-            message = executor.prefetch(Message(HOP, encode(noise(seed), "fp32")))
-            payload = executor.run(StageTask(0, 0, 0, step, 3, 0, message.body)).payload
+            given = executor.prefetch(encode(noise(seed), "fp32"))
+            payload = executor.run(StageTask(0, 0, 0, step, 3, 0, given)).payload
             if isinstance(payload, MovingTensor):
-                assert isinstance(message.body, MovingTensor)
-                assert message.body.copy is not None
+                assert isinstance(given, MovingTensor)
+                assert given.copy is not None
                 payload.wait()
             bodies.append(bytes(payload.data))
         results.append((bodies, gradient_of(executor)))

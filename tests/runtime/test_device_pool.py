@@ -6,19 +6,27 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from skippipe.cluster import DeviceMode
+from skippipe.codecs import EncodedTensor, encode
 from skippipe.errors import UserError
-from skippipe.model.model_spec import parse_devices
+from skippipe.model.lora import LoraConfig
+from skippipe.model.model_spec import ModelSpec, parse_devices
 from skippipe.model.sharded_stage import ShardedStep
+from skippipe.model.stage import trained_bridges
+from skippipe.model.stage_step import StageStep
+from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
+from skippipe.runtime.device_copies import BackgroundCopies
 from skippipe.runtime.device_pool import DevicePool
+from skippipe.runtime.node.copies import MovingTensor
 from skippipe.runtime.node.interfaces import ALL_DEVICES, node_devices
 from skippipe.runtime.node.ops import Op, OpThreads, StageTask
 from skippipe.runtime.simulation.fault_injection import During, lose
@@ -39,6 +47,8 @@ from tests.helpers.exact_training import (
     sampler_of,
     tensors_of,
 )
+from tests.helpers.executors import computer_of
+from tests.helpers.models import tiny
 
 SETTINGS = CoordinatorSettings(LEARNING, ITERATIONS, recovery=RecoverySettings(planning=timedelta(0)))
 TIMEOUT_S = 60.0
@@ -91,6 +101,74 @@ def test_a_stage_divided_over_devices_is_one_process() -> None:
         assert torch.equal(weights.read_state(0, len(state)), 2 * state)
 
 
+WHOLE, DIVIDED, ENDS_APART = [range(4)], [range(2), range(2, 4)], [range(0), range(4)]
+
+
+def stage_0(spec: ModelSpec, parts: list[range], optimizer: str, *, split: bool) -> StageStep | ShardedStep:
+    """Stage 0 of four, on one device or divided over several; bridges begin at the last."""
+    steps = [
+        StageStep(
+            spec,
+            part,
+            OptimConfig(optimizer),
+            ends=at == 0,
+            split_backward=split,
+            bridges=trained_bridges(spec, 0, 4) if at == len(parts) - 1 else None,
+        )
+        for at, part in enumerate(parts)
+    ]
+    return ShardedStep(steps) if len(steps) > 1 else steps[0]
+
+
+@pytest.mark.parametrize(
+    ("parts", "optimizer", "spec", "early"),
+    [
+        (DIVIDED, "adamw8bit", {}, 0.0),
+        (DIVIDED, "sgd", {"bridges": 2}, 0.3),
+        (DIVIDED, "muon", {"lora": LoraConfig(2)}, 0.0),
+        (ENDS_APART, "adamw", {"lora": LoraConfig(2)}, 0.3),
+    ],
+    ids=["8 bits", "bridges and early exit", "lora", "lora, no layer beside the ends"],
+)
+def test_a_divided_stage_computes_what_one_device_does(
+    parts: list[range], optimizer: str, spec: dict[str, Any], early: float
+) -> None:
+    """To the last bit, if nothing is added up in another order; and one can have the state of the other."""
+    last_bits = 1e-5 if early and "bridges" in spec else 0.0
+    config = tiny("llama", hidden_size=64, vocab_size=96, num_hidden_layers=4)
+    models = [stage_0(ModelSpec(config, 3, **spec), each, optimizer, split=bool(early)) for each in (WHOLE, parts)]
+    random = torch.Generator().manual_seed(1)
+    for number in range(3):
+        tokens, labels = torch.randint(0, 96, (2, 2, 6), generator=random)
+        target = 3 if number else 1
+        made = []
+        for each in models:
+            outputs = each.begin((0, number), tokens, target=target)
+            loss, back = each.head((0, number), outputs, labels, early=early, share=0.5)
+            assert each.backward((0, number), back) is None
+            if early:
+                each.weight_gradients((0, number))
+            each.weights.collect()
+            made.append((outputs, loss, back, each.weights.gradient.clone()))
+            each.weights.step(1e-2, 0.5)
+        for one, other in zip(*made, strict=True):
+            torch.testing.assert_close(one, other, rtol=last_bits, atol=last_bits / 10)
+    whole, divided = (each.weights for each in models)
+    assert whole.state_values == divided.state_values and whole.trained_values == divided.trained_values
+    state = whole.read_state(0, whole.state_values)
+    torch.testing.assert_close(divided.read_state(0, len(state)), state, rtol=last_bits, atol=last_bits / 10)
+    fresh = stage_0(ModelSpec(config, 4, **spec), parts, optimizer, split=False).weights
+    for part in divided.state_parts:
+        for first in range(part.start, part.stop, 768):
+            fresh.write_state(first, state[first : min(first + 768, part.stop)])
+    assert torch.equal(fresh.read_state(0, len(state)), state)
+
+
+def test_blocks_of_8_bits_do_not_lie_across_devices() -> None:
+    with pytest.raises(UserError, match="blocks of 256 numbers would lie across them"):
+        stage_0(ModelSpec(tiny("llama", num_hidden_layers=4)), DIVIDED, "adamw8bit", split=False)
+
+
 @pytest.mark.parametrize(("device", "during"), [(1, "forward"), (0, "backward"), (0, "averaging"), (2, "step")])
 def test_a_lost_device_is_a_slower_node(device: int, during: During) -> None:
     """No node is lost; what it has computed is computed again, and counts once."""
@@ -126,6 +204,53 @@ def test_training_with_a_lost_device_is_one_process() -> None:
     torch.testing.assert_close(left.tasks.weights.values, reference.stages[2].weights.values, rtol=1e-4, atol=1e-6)
 
 
+class RecordedCopies(BackgroundCopies):
+    """Copies of one device; `ahead` says of each tensor that a task was given whether it was brought there before."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.ahead: list[bool] = []
+
+    def decode(self, encoded: EncodedTensor) -> torch.Tensor:
+        self.ahead.append(isinstance(encoded, MovingTensor) and encoded.copy in self._ahead)
+        return super().decode(encoded)
+
+
+def test_what_comes_is_copied_to_the_device_that_computes_on_it() -> None:
+    """Before its task begins, and without a change to what is computed."""
+    plan, spec = plan_of(FULL)
+    plan = with_devices(plan, {5: 2})
+    losses = []
+    for beside in (False, True):
+        computers = tensors_of(plan, spec)
+        pool = computers[5]
+        assert isinstance(pool, DevicePool)
+        copies = [RecordedCopies() for _ in pool.devices]
+        for device, each in pool.devices.items() if beside else ():
+            each._copies = copies[device]
+        cluster = VirtualCluster(plan, SETTINGS, executors=computers)
+        cluster.run()
+        assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+        losses.append([report.loss for report in cluster.reports])
+    assert losses[0] == losses[1]
+    assert all(len(each.ahead) >= 2 * ITERATIONS for each in copies)
+    assert all(all(each.ahead) for each in copies)
+
+
+def test_what_was_copied_to_another_device_is_copied_again() -> None:
+    """A guess may be wrong, and a device may fail."""
+    first, second = BackgroundCopies("cpu"), RecordedCopies()
+    values = torch.arange(6.0).reshape(2, 3)
+    came = encode(values, "fp32")
+    guessed = first.bring(came)
+    assert torch.equal(second.decode(guessed), values)
+    assert second.ahead == [False]
+    assert guessed is not came and torch.equal(first.decode(guessed), values)
+    pool = DevicePool([computer_of(1), computer_of(1)])
+    pool.lose(1, "it is hot")
+    assert pool.prefetch(came, 1) is came
+
+
 class Meeting:
     """An executor whose tasks end only when two of them run at the same time."""
 
@@ -139,6 +264,9 @@ class Meeting:
 
     def fits(self, message: Message, expected: object) -> bool:
         return message is expected
+
+    def prefetch(self, given: object, _device: int) -> object:
+        return given
 
 
 def test_every_device_has_a_thread_of_its_own() -> None:

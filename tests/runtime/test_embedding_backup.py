@@ -109,6 +109,16 @@ class Killing(SymbolicExecutor):
         return super().run(work)
 
 
+def killing(
+    node: int, victims: tuple[int, ...], when: Callable[[VirtualCluster, Op], bool]
+) -> dict[int, SymbolicExecutor]:
+    """Executors of the plan with one data node; this node's ends the victims."""
+    plan = plan_over(*ONE, False, "ring")
+    killer = Killing(node, plan)
+    killer.victims, killer.when = victims, when
+    return {each: SymbolicExecutor(each, plan) for each in plan.stage_of} | {node: killer}
+
+
 def holder_of(shape: tuple[Any, Any], without: Sequence[int] = ()) -> int:
     plan = plan_over(*shape, False, "ring")
     pair = best_pair(plan, [node for node in plan.stage_of if node not in without])
@@ -164,13 +174,9 @@ def test_when_the_holder_is_lost_another_node_gets_a_backup() -> None:
 
 
 def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_before() -> None:
-    plan = plan_over(*ONE, False, "ring")
-    target = holder_of(ONE)
-    computers = {node: (Killing if node == target else SymbolicExecutor)(node, plan) for node in plan.stage_of}
-    killing = computers[target]
-    assert isinstance(killing, Killing)
-    killing.victims = (0,)
-    killing.when = lambda cluster, work: isinstance(work, StoreBackup) and len(cluster.reports) >= 3
+    computers = killing(
+        holder_of(ONE), (0,), lambda cluster, work: isinstance(work, StoreBackup) and len(cluster.reports) >= 3
+    )
     cluster = trained(ONE, kill(4).at(100), executors=computers)
     before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
@@ -180,15 +186,10 @@ def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_bef
 
 
 def test_a_backup_that_is_complete_when_its_data_node_is_lost_is_used() -> None:
-    plan = plan_over(*ONE, False, "ring")
-    target = holder_of(ONE)
-    computers = {node: (Killing if node == target else SymbolicExecutor)(node, plan) for node in plan.stage_of}
-    killing = computers[target]
-    assert isinstance(killing, Killing)
-    killing.victims = (0,)
-    killing.when = lambda cluster, work: (
-        isinstance(work, StoreBackup) and work.part.at == 1 and len(cluster.reports) >= 3
-    )
+    def complete(cluster: VirtualCluster, work: Op) -> bool:
+        return isinstance(work, StoreBackup) and work.part.at == 1 and len(cluster.reports) >= 3
+
+    computers = killing(holder_of(ONE), (0,), complete)
     cluster = trained(ONE, kill(4).at(100), executors=computers)
     before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
@@ -225,12 +226,9 @@ def test_without_a_backup_the_run_pauses_and_says_what_is_lost(restarted: bool) 
 
 
 def test_when_data_node_and_backup_are_lost_together_the_run_pauses() -> None:
-    plan = plan_over(*ONE, False, "ring")
-    computers = {node: (SymbolicExecutor if node else Killing)(node, plan) for node in plan.stage_of}
-    killing = computers[0]
-    assert isinstance(killing, Killing)
-    killing.victims = (0, holder_of(ONE))
-    killing.when = lambda cluster, work: isinstance(work, StageTask) and work.iteration == 4
+    computers = killing(
+        0, (0, holder_of(ONE)), lambda _cluster, work: isinstance(work, StageTask) and work.iteration == 4
+    )
     cluster = trained(ONE, kill(4).at(100), executors=computers)
     cluster.run()
     assert "stage 0 is lost" in cluster.coordinator.failure

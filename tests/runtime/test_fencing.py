@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -182,22 +181,14 @@ def test_a_coordinator_without_a_log_learns_its_term_from_nodes(term: int) -> No
 # Under virtual time
 
 
-@pytest.fixture
-def quiet_nodes() -> Iterator[None]:
-    """They say what they drop, which is a lot."""
-    log = logging.getLogger("skippipe.runtime")
-    log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(logging.NOTSET)
-
-
 def scene(plan: Plan, *faults: object) -> Scenario:
     return Scenario(1, plan, 6, faults, "checkpoint", 2, uneven=False, drift=0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("quiet_nodes")
-@pytest.mark.parametrize("plan", [wide(False), thin(True)])
-def test_a_run_in_which_every_message_comes_again_is_the_same_run(plan: Plan) -> None:
+@pytest.mark.parametrize(("made", "split"), [(wide, False), (thin, True)])
+def test_a_run_in_which_every_message_comes_again_is_the_same_run(made: Callable[[bool], Plan], split: bool) -> None:
+    plan = made(split)
     nodes = sorted(plan.stage_of)
     quiet = play(staged(replace(scene(plan, replay_messages(*nodes, share=0.0)), backup_every=0)))
     loud = play(staged(replace(scene(plan, *[replay_messages(*nodes, share=1.0).at(0)] * 2), backup_every=0)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +48,7 @@ from tests.helpers.single_coordinator import (
 from tests.helpers.single_node import AT_ONCE, LEARNING
 from tests.helpers.virtual_chaos import plans_of, play, staged
 
+pytestmark = pytest.mark.usefixtures("quiet_nodes")
 SHORT = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 5, 4), 1))  # as many microbatches as FULL, a stage less
 IN_ORDER = (Lane((0, 2, 6), 1), Lane((1, 5, 7), 2), Lane((0, 4, 5), 1))
 MIX = (4, 3, 3, 3)
@@ -66,15 +65,6 @@ def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a plan is made that is there already")
 
     monkeypatch.setattr(repair, "repaired", refused)
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Nodes say what they drop, which is a lot."""
-    log = logging.getLogger("skippipe.runtime")
-    log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(logging.NOTSET)
 
 
 # As in one process

@@ -3,6 +3,9 @@
 Every run is checked for what must always hold (`chaos.Outcome.check`): all iterations, each once, with the microbatches
 that it should have; a model that transformers loads; no process and no open port is left. Each test adds what is
 special about it. Nine nodes: stage 0 on 0, 1 and 2, stage 1 on 3 and 4, stage 2 on 5 alone, stage 3 on 6, 7 and 8.
+
+What also happens under virtual time, with the same coordinator and nodes, and is not about processes, sockets or files
+is `slow` here.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any
 import pytest
 
 from skippipe.checkpoint.format import Checkpoints
-from skippipe.runtime.simulation.fault_injection import Fault, cut, freeze, kill, kill_coordinator, poison
+from skippipe.runtime.simulation.fault_injection import RELAY, Fault, cut, freeze, kill, kill_coordinator, poison
 from tests.helpers.chaos import HEARTBEAT_S, ONLY, Chaos, Ground, Outcome
 
 Play = Callable[..., Outcome]
@@ -82,6 +85,7 @@ def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
 
 
+@pytest.mark.slow  # test_state_transfer.py: the mean of neighbours; test_coordinator.py, test_virtual_chaos.py
 def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
     outcome = play(kill(ONLY).at(iteration=2, during="backward").back_after(0.2), iterations=12)
     assert_struck(outcome)
@@ -89,6 +93,7 @@ def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
 
 
+@pytest.mark.slow  # test_embedding_backup.py: bit for bit, and what the coordinator does
 def test_all_data_nodes_are_lost_and_their_embedding_comes_from_a_copy(play: Play) -> None:
     outcome = play(*(kill(node).at(iteration=4, during="forward").back_after(0.2) for node in (0, 1, 2)), iterations=8)
     assert_struck(outcome)
@@ -110,6 +115,7 @@ def test_a_node_in_averaging_then_one_with_a_copy_for_a_checkpoint(play: Play) -
     assert [place.name for place in kept] == ["000012", "000010"], "later ones are made"
 
 
+@pytest.mark.slow  # test_virtual_chaos.py: its faults strike while nodes join, too
 def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
     outcome = play(
         kill(node=8).at(iteration=1, during="forward").back_after(0.1),
@@ -125,8 +131,8 @@ def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
 def test_a_cut_link_is_done_without_and_a_frozen_node_starts_over(play: Play) -> None:
     outcome = play(
         cut(0, 4).at(iteration=1, during="forward").back_after(30),  # while the plan is the one that uses it
-        freeze(node=8).at(iteration=8, during="forward").back_after(1.5),
-        iterations=24,
+        freeze(node=8).at(iteration=4, during="forward").back_after(1.5),
+        iterations=16,
     )
     assert_struck(outcome)
     assert outcome.said("gone", 8) == ["no heartbeat for 1 s"], outcome.tale()
@@ -153,6 +159,7 @@ def test_a_link_that_is_cut_without_a_word_is_done_without(play: Play) -> None:
     assert set(gone) <= {"n6", "n7"}
 
 
+@pytest.mark.slow  # test_virtual_chaos.py: its faults strike several nodes at once, and for good
 def test_two_at_once_for_good(play: Play) -> None:
     outcome = play(
         kill(node=1).at(iteration=2, during="forward"),
@@ -185,3 +192,15 @@ def test_a_spoiled_gradient_is_left_out_and_a_full_disk_costs_a_checkpoint(play:
     assert spoiled == [1], "what the others have made counts"
     kept = Checkpoints(Path(outcome.scene.job.output) / "checkpoints").complete()
     assert [place.name for place in kept] == ["000007", "000003"], "while the disk was full, none was made"
+
+
+@pytest.mark.slow
+def test_a_relay_that_is_killed_and_comes_back(ground: Ground, tmp_path: Path) -> None:
+    """Four of nine nodes cannot be called, and meet there: nobody is evicted for that."""
+    fault = kill(RELAY).at(iteration=2).back_after(0.5)
+    chaos = Chaos(ground, tmp_path / "scene", [fault], 6, out_only=frozenset({1, 2, 6, 7}), relay=True)
+    outcome = chaos.run()
+    outcome.check()
+    assert_struck(outcome)
+    assert outcome.said("gone") == ["relay 'hub'"], outcome.tale()
+    assert len([text for text in outcome.said("joined") if text.startswith("relay")]) == 2, outcome.tale()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from skippipe.errors import UserError
 from skippipe.runtime import relay as relay_module
 from skippipe.runtime.fencing import Incarnation, stamped
 from skippipe.runtime.message_json import from_json, to_json
-from skippipe.runtime.messages import CallBack, ControlMessage, Hello, RequestCallback
+from skippipe.runtime.messages import CallBack, CallFailed, ControlMessage, Hello, PeerUpdate, RequestCallback
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.relay import RelayAgent, load_line
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, SAME_ATTEMPT_S, RelayInfo, RelayPool
@@ -50,10 +51,13 @@ class Silent:
 class Run:
     """A coordinator, two nodes that only call out, and a relay in a thread of its own."""
 
-    def __init__(self, stack: ExitStack) -> None:
+    def __init__(self, stack: ExitStack, listen: str = OUT_ONLY) -> None:
         self.coordinator = self._box(stack, THE_COORDINATOR, "127.0.0.1:0")
-        self.nodes = [self._box(stack, name, OUT_ONLY) for name in NODES]
+        self.nodes = [self._box(stack, name, listen) for name in NODES]
         self.relays: list[tuple[str, RelayInfo | None]] = []
+        self.apart: list[tuple[str, str]] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        """Node, and what it was told of its peers."""
         self.rendezvous = Rendezvous(
             self.coordinator,
             NODES,
@@ -62,6 +66,7 @@ class Run:
             node_config={"kind": "test"},
             timeout_s=60,
             on_relay=lambda *each: self.relays.append(each),
+            on_apart=lambda *each: self.apart.append(each),
         )
         self._lives = {box.name: Incarnation(number) for number, box in enumerate(self.nodes, 1)}
         self.received: dict[str, list[Received]] = {name: [] for name in NODES}
@@ -95,8 +100,9 @@ class Run:
             secret = secrets.token_bytes(32)
             box.allow(THE_COORDINATOR, KEYS[THE_COORDINATOR].public)
             box.connect(THE_COORDINATOR, self.coordinator.address, KEYS[THE_COORDINATOR].public)
-            self._say(box, Hello(OUT_ONLY, __version__, callback=secret.hex()))
-            box.be_callable(self.coordinator.address, secret)
+            self._say(box, Hello(box.address, __version__, callback=secret.hex()))
+            if box.address == OUT_ONLY:
+                box.be_callable(self.coordinator.address, secret)
 
     def meet(self) -> None:
         for box, peer in zip(self.nodes, reversed(self.nodes), strict=True):
@@ -107,17 +113,23 @@ class Run:
         box.send(THE_COORDINATOR, stamped(to_json(control), self._lives[box.name].stamp()))
 
     def turn(self) -> bool:
-        """All do what has come; nodes as `NodeAgent` does."""
+        """All do what has come; nodes as `NodeAgent` does. Calls of one node to the other are refused on the way."""
         self.rendezvous.poll()
         for box in self.nodes:
             for request in box.call_requests():
                 self._say(box, RequestCallback(request.peer, request.token, request.port))
+            for peer in box.failed_calls():
+                self._say(box, CallFailed(peer))
             for received in box.receive(0.002):
                 if received.message.kind is not MessageKind.CONTROL:
                     self.received[box.name].append(received)
                 elif isinstance(call := from_json(received.message.body), CallBack):
-                    assert call.relay
-                    box.meet([call.address], call.relay, call.token)
+                    if call.relay:
+                        box.meet([call.address], call.relay, call.token)
+                    else:
+                        box.answer(call.peer, [f"127.0.0.1:{free_port('127.0.0.1')}"], call.token)
+                elif isinstance(call, PeerUpdate):
+                    self.told.append((box.name, call.peers))
         return True
 
     def until(self, done: object) -> None:
@@ -150,6 +162,32 @@ def test_two_nodes_meet_at_the_relay_that_has_joined(run: Run) -> None:
     run.rendezvous.lose_relay("hub", "a test")
     assert run.relays[1:] == [("hub", None)] and run.rendezvous.apart_from("n0") == ["n1"]
     run.until(lambda: run.rendezvous.relays)  # its next hello
+
+
+def test_two_that_can_be_called_and_cannot_call_each_other_meet_at_the_relay() -> None:
+    with ExitStack() as stack:
+        run = Run(stack, "127.0.0.1:0")
+        run.join()
+        run.until(lambda: len(run.rendezvous.addresses) == 2)
+        run.meet()
+        run.until(lambda: run.apart)
+        assert run.rendezvous.apart_from("n0") == ["n1"] and not run.told[2:], "their addresses, when they joined"
+        run.let_in("hub")
+        relay = run.start_relay()
+        run.until(lambda: run.relays)
+        public = {name: KEYS[name].public for name in NODES}
+        run.until(lambda: ("n0", {"n1": [OUT_ONLY, public["n1"]]}) in run.told)
+        assert run.rendezvous.apart_from("n0") == []
+        for box, peer in zip(run.nodes, reversed(NODES), strict=True):
+            box.send(peer, numbered(1, 300_000))
+        run.until(lambda: all(run.received.values()))
+        assert relay.load.forwarded_bytes > 600_000 and len(run.apart) == 1
+        run.rendezvous.lose_relay("hub", "a test")
+        again = [
+            ("n0", {"n1": [run.nodes[1].address, public["n1"]]}),
+            ("n1", {"n0": [run.nodes[0].address, public["n0"]]}),
+        ]
+        run.until(lambda: run.told[-2:] == again)
 
 
 def test_who_is_no_relay_is_told_so(run: Run) -> None:

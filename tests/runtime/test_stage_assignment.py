@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -25,18 +24,9 @@ from tests.helpers.plans import TINY, uniform_cluster
 from tests.helpers.single_coordinator import HELLO, CoordinatorHarness, coordinating, even_plan, with_a_quick_one
 from tests.helpers.single_node import AT_ONCE, LEARNING
 
-Members = list[set[int]]
+pytestmark = pytest.mark.usefixtures("quiet_nodes")
 EXTERNAL = ("gone", "joined", "cut")
 NUMBERS = re.compile(r"(?P<after>[\d.e+-]+) s instead of (?P<before>[\d.e+-]+ s|for ever)")
-
-
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Nodes say what they drop, which is a lot."""
-    log = logging.getLogger("skippipe.runtime")
-    log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(logging.NOTSET)
 
 
 # The decision by itself
@@ -296,7 +286,7 @@ def drawn_run(seed: int, iterations: int = 10) -> Open:
     return run
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])
 def test_moves_come_to_rest_after_the_last_event(seed: int) -> None:
     run = drawn_run(seed)
     run.run()

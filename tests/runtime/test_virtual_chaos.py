@@ -5,32 +5,22 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-
 import pytest
 
 from tests.helpers.fault_scenarios import scenario
 from tests.helpers.virtual_chaos import play, staged
 
-BLOCK = 25
+pytestmark = pytest.mark.usefixtures("quiet_nodes")
+BLOCK = 10
 ONCE_FAILED = {
+    349: "a node gets another stage while a task of the one before runs",
     1035: "every node is gone while a stage is assigned",
     5331: "the coordinator is restarted after the last step, which a node has taken meanwhile",
     7205: "the only node that holds stage 0 says that it cannot reach those who fetch it",
 }
 
 
-@pytest.fixture(autouse=True)
-def quiet() -> Iterator[None]:
-    """Nodes say what they drop, which is a lot."""
-    log = logging.getLogger("skippipe.runtime")
-    log.setLevel(logging.ERROR)
-    yield
-    log.setLevel(logging.NOTSET)
-
-
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 20))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 50))])
 def test_any_few_faults_are_survived(block: int) -> None:
     failed = []
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
@@ -49,7 +39,7 @@ def test_what_once_was_not_survived_is_survived(seed: int) -> None:
 
 def test_a_seed_is_the_whole_story() -> None:
     tales = []
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         played = [play(staged(scenario(seed))) for _ in range(2)]
         tales.append({each.tale() for each in played})
         assert played[0].cluster.reports == played[1].cluster.reports

@@ -9,12 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.errors import UserError
-from skippipe.inference.cached_stage import logits
+from skippipe.inference.cached_stage import BatchRows, CachedStage, logits
 from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, read_outline
 from skippipe.inference.request import SamplingParams
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.spread_layers import SpreadLayers, inference_devices, weight_bytes
 from skippipe.model.stage import StageModel
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.executor import ServingExecutor
@@ -29,7 +33,7 @@ from skippipe.serving.step_protocol import (
     StepRefused,
 )
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
-from tests.helpers.models import FAMILIES, whole_model
+from tests.helpers.models import FAMILIES, tiny, whole_model
 
 torch.set_num_threads(1)
 LANE = 1
@@ -209,3 +213,62 @@ def test_a_configuration_that_cannot_be_is_refused_by_name(wrong: dict[str, Any]
     with pytest.raises(UserError) as caught:
         ServingConfig.from_json({name: value for name, value in sent.items() if value is not ...})
     assert str(caught.value) == complaint
+
+
+# Several devices
+
+
+def test_layers_on_several_devices_give_the_same_answers(tmp_path: Path) -> None:
+    export_to(tmp_path / "model")
+    outline = read_outline(tmp_path / "model")
+    config = ServingConfig(
+        str(outline.place), LAYERS, {"a": 0, "b": 1, "c": 2}, TOKENIZER.size, fingerprint(outline.place)
+    )
+    answers = []
+    for devices in ("cpu", "cpu:2"):
+        nodes = [build_executor(config, stage, JoinConfig("a", "127.0.0.1:1", devices=devices)) for stage in range(3)]
+        prompts = forward_all(nodes, [InputRow(0, 0, 3), InputRow(3, 0, 2)], [[1, 2, 3], [4, 5]], ())
+        singles = forward_all(nodes, [InputRow(3, 2, 1), InputRow(0, 3, 1)], [[6], [7]], ())
+        answers.append((bytes(prompts.data), bytes(singles.data)))
+        whole = load(tmp_path / "model", device=devices)
+        assert whole.device == "cpu" and {each.devices for each in whole.stages} == {
+            () if devices == "cpu" else ("cpu",) * 2
+        }
+    assert answers[0] == answers[1]
+
+
+def _moved(module: nn.Module, device: str) -> nn.Module:
+    """`nn.Module.to`, for tensors that are fake."""
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = tensor.detach().to(device)  # type: ignore[assignment]
+    return module
+
+
+@torch.no_grad()
+def test_all_that_a_layer_is_given_is_brought_to_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fake tensors, which have devices that are not there, and refuse to be mixed."""
+    monkeypatch.setattr(nn.Module, "to", _moved)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stage = StageModel(ModelSpec(tiny("mistral")), range(5), ends=True).eval()
+        SpreadLayers(["cpu", "meta"], weight_bytes(stage)).place(stage)
+        where = [next(layer.parameters()).device.type for layer in stage.layers]
+        assert where == ["cpu", "cpu", "meta", "meta", "meta"]
+        assert stage(torch.zeros(2, 7, 32)).device.type == "cpu"
+        cached = CachedStage(stage, 512)
+        for start, count in ((0, 7), (7, 1), (8, 3)):
+            rows = BatchRows((0, 1), (start, start), (count, count))
+            output = cached.forward(torch.zeros(2, count, 32), rows)
+            assert output.shape == (2, count, 32) and output.device.type == "cpu"
+        assert [pair[0].device.type for pair in cached.cache.stores if pair is not None] == where
+        assert logits(stage, output).device.type == "cpu"
+
+
+def test_as_many_gpus_are_used_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (100, 120))
+    assert [len(inference_devices("cuda", size)) for size in (80, 81, 160, 250, 1000)] == [1, 2, 2, 4, 4]
+    assert inference_devices("cuda:1-2", 80) == ["cuda:1", "cuda:2"]
+    assert inference_devices("cpu:2", 80) == ["cpu", "cpu"]

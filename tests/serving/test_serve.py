@@ -347,7 +347,7 @@ def test_ctrl_c_ends_all_and_says_so(server: Server, theirs: Theirs) -> None:
         (["--keys", "keys"], "peers.json: no such file"),
         (["--cache-tokens", "300"], "one answer may need 512"),
         (["--cut", "9"], "at most 5 stages, not 9"),
-        (["--device", "tpu"], "expected cpu, cuda"),
+        (["--device", "tpu"], "expected cpu, cpu:K (K workers), cuda"),
         (["--port", "{taken}"], "cannot listen there"),
     ],
 )

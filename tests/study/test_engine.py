@@ -83,7 +83,9 @@ class Slow:
         if self._recipe.adapters_by_hop:  # of rank 3: one each for hops that leave out 0, 1 and 2 or more stages
             scale = 1.0 if self._left_out else scale
             at = min(2, self._left_out)
-            down, up = down[:, at : at + 1], up[at : at + 1]
+            shared = self._recipe.adapters_shared  # before these
+            made = made + self._missing / (len(self.stages) / 2) * (given[0] @ down[:, :shared] @ up[:shared])
+            down, up = down[:, shared + at : shared + at + 1], up[shared + at : shared + at + 1]
         return made + scale * (given[0] @ down @ up)
 
     def loss(self, inputs: Tensor, labels: Tensor, visits: Visits) -> Tensor:
@@ -167,6 +169,7 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         (HALVES, SkipSchedule("0 until 50%, 1/2", adapters=3, distill=0.4, heal="50%"), True),
         (MIXED, SkipSchedule("0 & 1/2", bridges=3, adapters=3, distill=0.7, distill_hidden=2.0), False),
         (MIXED, SkipSchedule("0 & 1/2", adapters=3, adapters_by_hop=True, distill=0.7), False),
+        (MIXED, SkipSchedule("0 & 1/2", adapters=5, adapters_by_hop=True, adapters_shared=2), False),
     ],
     ids=[
         "sandwich",
@@ -180,6 +183,7 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         "healing by adapters",
         "hidden states distilled",
         "adapters by hop",
+        "adapters by hop and shared",
     ],
 )
 def test_stand_ins_for_what_is_skipped_follow_plain_gradients(

@@ -139,14 +139,38 @@ def test_healing_in_parts_keeps_the_rules_in_each() -> None:
         Study("healing", [replace(variant, heal_split=4)])
 
 
+def test_healing_goes_over_its_text_again() -> None:
+    recipe = SkipSchedule("0 until 40%, 1/2", bridges=8, heal="40%")
+    variant = Variant("heal", recipe, tokens=10 * 30_720, heal_epochs=3)
+    run = Study("healing", [variant], seeds=[0]).runs[0]
+    assert [run.text_of(number) for number in range(10)] == [0, 1, 2, 3, 4, 5, 4, 5, 4, 5]
+    paths = [tuple(each.visits) for each in iteration_paths(run)][4:]
+    assert len(set(paths)) == 6, "on other paths each time"
+    shorter = replace(variant, recipe=replace(recipe, skip="0 until 2/3, 1/2", heal="2/3"), tokens=6 * 30_720)
+    once = Study("healing", [replace(shorter, heal_epochs=1)]).runs[0]
+    assert once.frozen_key == run.frozen_key
+    with pytest.raises(UserError, match=r"heal_epochs: add recipe\.heal"):
+        Variant("whole", heal_epochs=2)
+
+
 def test_results_from_before_bridges_are_still_known() -> None:
     """Their key is that of a run without."""
     study = Study("headline", [Variant("full"), Variant("bridged", SkipSchedule("1/2", bridges=8))])
     full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
-    assert not {"bridges", "heal", "adapters", "adapters_by_hop", "distill", "distill_hidden"} & full.keys()
-    later = {"heal_rate", "heal_split", "heal_passes", "heal_fit"}
+    assert not {"bridges", "heal", "adapters", "adapters_by_hop", "adapters_shared"} & full.keys()
+    assert not {"distill", "distill_hidden"} & full.keys()
+    later = {"heal_rate", "heal_split", "heal_passes", "heal_epochs", "heal_fit"}
     assert not any(later & run.settings["variant"].keys() for run in study.runs)
     assert bridged["bridges"] == 8
+
+
+def test_questions_make_another_run_of_the_same_weights() -> None:
+    heal = Variant("heal", SkipSchedule("0 until 50%, 1/2", bridges=8, heal="50%"), tokens=2 * 30_720)
+    (plain,) = (study := Study("asking", [heal])).runs
+    (asked,) = replace(study, measuring=replace(study.measuring, questions=100)).runs
+    assert "questions" not in plain.settings["measuring"], "as in results from before there were any"
+    assert plain.key != asked.key
+    assert plain.frozen_key == asked.frozen_key
 
 
 def test_a_model_that_grows() -> None:
@@ -263,8 +287,14 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
     longer = replace(recipe, skip=skip.replace("25%", "20%").replace("50%", "40%").format("0 & 1/2"), heal="40%")
     variants = [
         Variant("one", recipe, 4),
-        Variant("faster", replace(recipe, adapters=4, distill=0.5), 4, heal_rate=2.0),
-        Variant("in parts, twice", replace(recipe, adapters=4), 4, heal_split=3, heal_passes=2),
+        Variant(
+            "faster, in parts, twice",
+            replace(recipe, adapters=4, distill=0.5),
+            4,
+            heal_rate=2.0,
+            heal_split=3,
+            heal_passes=2,
+        ),
         Variant("longer", longer, 4, tokens=600),  # the same iterations before
         Variant("fitted", recipe, 4, heal_fit=2),
         Variant("other", replace(recipe, gradients="all"), 4),
@@ -278,7 +308,7 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
         return read_results(tmp_path / name)
 
     alone, shared, again = done("alone", None), done("shared", frozen), done("again", frozen)
-    assert len(list(frozen.iterdir())) == 2, "one for the first five"
+    assert len(list(frozen.iterdir())) == 2, "one for the first four"
     (one, fitted) = (next(each for each in alone if each["variant"] == name) for name in ("one", "fitted"))
     assert one["whole"] == fitted["whole"]
     assert one["parts"] != fitted["parts"]

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from skippipe.cli import main
 from skippipe.errors import UserError
 from skippipe.report.summary import Table
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.study import tables
+from skippipe.study import part_tables, tables
 from skippipe.study.config import EvalSettings, PlanSettings, Study, StudyBatch, StudyRun, Traffic, Variant
+from skippipe.study.part_tables import increases
 from skippipe.study.planned_time import (
     PlannedIteration,
     PlannedTime,
@@ -27,7 +26,9 @@ from skippipe.study.planned_time import (
     planned_times,
 )
 from skippipe.study.plots import charts, line_styles, squeezed, subset_bands
-from skippipe.study.tables import Runs, first_reach, increases, loss_at, outdated_variants, runs_of, spread
+from skippipe.study.results import Runs, outdated_variants, runs_of, spread
+from skippipe.study.tables import first_reach, loss_at
+from tests.helpers.processes import Command
 
 FULL = Variant("full", stages=6)
 THIRD = Variant("third", SkipSchedule("1/3 until 75%, 0"), stages=6)
@@ -39,7 +40,7 @@ STUDY = Study(
     seeds=[0, 1],
     batch=StudyBatch(sequence=1000, samples=10, microbatches=100),
     measuring=EvalSettings(every=2),
-    planned=PlanSettings(budget_s=0.5),
+    planned=PlanSettings(budget_s=0.1),
 )
 PROMISES = {
     PlannedIteration(stages=6, layers=24, visited=6, placed_for=6, early_exit=False): PlannedTime(100.0),
@@ -166,7 +167,7 @@ def test_parts_against_the_whole_with_the_drive_that_is_best_on_the_first_text()
     assert on_books.undriven == pytest.approx([0.5, 0.5])
     assert on_code.means == pytest.approx([0.25, 0.25])
     assert on_code.undriven == pytest.approx([0.2, 0.2])
-    table = tables.parts(runs)
+    table = part_tables.parts(runs)
     assert table is not None
     assert list(table.rows[0]) == [
         "full", "books", "5 of 6", "0.5", "+20.0% ± 0.0%", "+10.0% ± 0.0%", "+30.0% ± 0.0%", "+50.0% ± 0.0%"
@@ -343,34 +344,25 @@ layers = 8
 """
 
 
-def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def skippipe(*words: str | Path) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["skippipe", *map(str, words)])
-        code = 0
-        try:
-            main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, *capsys.readouterr()
-
+def test_report(tmp_path: Path, skippipe: Command) -> None:
     study, lines, out = tmp_path / "study.toml", tmp_path / "results.jsonl", tmp_path / "out"
     study.write_text(STUDY_FILE)
-    code, _, told = skippipe("study", "report", lines, "--study", study)
-    assert (code, "no such file; 'skippipe study run" in told) == (2, True)
+    refused = skippipe("study", "report", lines, "--study", study)
+    assert (refused.code, "no such file; 'skippipe study run" in refused.err) == (2, True)
     lines.write_text("".join(json.dumps(each) + "\n" for each in RESULTS))
     study.write_text(STUDY_FILE.replace("8_000_000", "9_000_000"))
-    code, printed, told = skippipe("study", "report", lines, "--study", study, "--out", out, "--no-times")
-    assert (code, told) == (0, "Made with other settings than study.toml has now: full, third, small.\n")
-    assert "| third | 46.3M | 2 |" in printed
+    made = skippipe("study", "report", lines, "--study", study, "--out", out, "--no-times")
+    assert (made.code, made.err) == (0, "Made with other settings than study.toml has now: full, third, small.\n")
+    assert "| third | 46.3M | 2 |" in made.out
     assert sorted(path.name for path in out.iterdir()) == ["loss-tokens.png", "report.html", "tables.md"]
     assert "Made with other settings" in (out / "tables.md").read_text()
     assert not (tmp_path / "times.json").exists()
     study.write_text(STUDY_FILE)
-    code, printed, told = skippipe("study", "report", lines, "--study", study, "-o", out, "--overwrite")
-    assert code == 0
-    assert "planning 6 of 6 stages, 24 layers, nodes placed for 4" in told
-    assert "Made with other settings" not in told
-    assert "time / full" in printed
+    made = skippipe("study", "report", lines, "--study", study, "-o", out, "--overwrite")
+    assert made.code == 0
+    assert "planning 6 of 6 stages, 24 layers, nodes placed for 4" in made.err
+    assert "Made with other settings" not in made.err
+    assert "time / full" in made.out
     assert "## Time to the full model's loss" in (out / "tables.md").read_text()
     assert (out / "loss-time.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "times.json").exists()
@@ -394,10 +386,56 @@ def test_codecs_beside_the_same_recipe_without() -> None:
     assert [row[0] for row in in_training.rows] == ["hops"]
     assert cells(in_training, "hops")[:3] == ["int4", "int4-stochastic", "rank 8"]
     assert cells(in_training, "hops")[-1] == "+0.1500 ± 0.1414"
-    after = tables.parts_by_wire(runs)
+    after = part_tables.parts_by_wire(runs)
     assert after is not None
     assert [row[1:] for row in after.rows] == [
         ("int4", "books", "6 of 6", "+1.01% ± 0.00%"),
         ("int4", "books", "3 of 6", "+2.02% ± 0.00%"),
     ], "at the drive that is best without a codec"
-    assert tables.codecs(runs_of(RESULTS, STUDY)) is tables.parts_by_wire(runs_of(RESULTS, STUDY)) is None
+    assert tables.codecs(runs_of(RESULTS, STUDY)) is part_tables.parts_by_wire(runs_of(RESULTS, STUDY)) is None
+
+
+def test_questions_of_the_whole_model_and_of_parts() -> None:
+    def asked(*cloze: float) -> dict[str, Any]:
+        stages = ([0, 1, 2, 3, 4, 5], [0, 2, 4], [0, 1, 5])
+        parts = [
+            {"text": "books", "stages": each, "drive": 0.0, "scores": {"cloze": {"acc": share}}}
+            for each, share in zip(stages, cloze, strict=True)
+        ]
+        return {"asked": {"books": {"cloze": {"count": 9, "chance": 0.02}}}, "parts": parts, "seconds": 1.0}
+
+    results = [
+        result(FULL, seed, [5.0, 3.0], questions=asked(0.4, 0.2, share)) for seed, share in enumerate((0.1, 0.3))
+    ]
+    table = part_tables.questions(runs_of([*results, *RESULTS[1:2]], STUDY))
+    assert table is not None
+    assert [tuple(row) for row in table.rows] == [
+        ("full", "books", "6 of 6", "0.400 ± 0.000", "–", "–"),
+        ("full", "books", "3 of 6", "0.200 ± 0.071", "–", "–"),
+    ]
+    assert "books: 9 cloze (guessing: 0.02)" in table.note
+    assert part_tables.questions(runs_of(RESULTS, STUDY)) is None
+
+
+def test_the_regime_in_which_skipping_is_ahead_of_a_smaller_model() -> None:
+    """The smaller one takes 60 s an iteration; the one that skips 540 s for eight, which is 9 of those."""
+
+    def longer(variant: Variant, times: int, loss: float) -> dict[str, Any]:
+        more = replace(variant, name=f"{variant.name}, {times}", tokens=times * 1_000_000)
+        run = StudyRun(STUDY, more, 0)
+        last = [[run.iterations, times * 1_000_000, 9.0, loss]]
+        return result(more, 0, [loss]) | {"tokens": times * 1_000_000, "curve": last, "settings": run.settings}
+
+    results = [
+        *(longer(THIRD, times, loss) for times, loss in ((8, 3.2), (16, 3.0), (32, 2.8), (64, 2.6))),
+        *(longer(SMALL, times, loss) for times, loss in ((9, 3.1), (36, 2.9))),
+        longer(FULL, 8, 3.1),
+    ]
+    runs: Runs = {each["variant"]: {0: each} for each in results}
+    table = tables.regime(runs, TIMES)
+    assert table is not None
+    assert [row[-1] for row in table.rows] == ["+0.1000", "+0.0000", "−0.1000"], "64 take longer than any smaller one"
+    assert [row[2] for row in table.rows] == ["0.173", "0.346", "0.691"]
+    assert table.rows[0][5:7] == ("3.1000", "–")
+    assert "behind below 0.346 tokens a parameter, and then not." in table.note
+    assert tables.regime(runs_of(RESULTS, STUDY), TIMES) is None, "no smaller one takes as long"

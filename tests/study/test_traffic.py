@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from skippipe.codecs import CODECS
+from skippipe.codecs.factors import orthonormal
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.errors import UserError
@@ -18,7 +19,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.study.config import EvalSettings, Study, Traffic, Variant
+from skippipe.study.config import EvalSettings, HopCodecs, Study, Traffic, Variant
 from skippipe.study.engine import Engine
 from skippipe.study.path_sampling import group_by_stage, iteration_paths
 from skippipe.study.planned_time import variant_of
@@ -179,6 +180,16 @@ def test_low_rank_is_powersgd() -> None:
     torch.testing.assert_close(low_rank._remainders[weights][:108].view(12, 9), sum(errors), rtol=1e-4, atol=1e-5)
 
 
+def test_columns_that_depend_on_others_become_zero() -> None:
+    """And not rounding errors that are scaled up."""
+    matrix = torch.randn(40, 2, generator=torch.Generator().manual_seed(0)) @ torch.randn(
+        2, 5, generator=torch.Generator().manual_seed(1)
+    )
+    for scale in (1.0, 1e-25, 1e25):
+        found = orthonormal((matrix * scale).unsqueeze(0))[0]
+        torch.testing.assert_close(found.T @ found, torch.diag(torch.tensor([1.0, 1.0, 0, 0, 0])), rtol=0, atol=1e-5)
+
+
 def test_engines_that_begin_again_remember_nothing() -> None:
     plan, spec = plan_of(LANES)
     tokens = torch.randint(0, 97, (6, 8), generator=torch.Generator().manual_seed(0))
@@ -216,6 +227,29 @@ def test_evaluation_through_a_codec_rounds_every_hop() -> None:
     assert engine.loss_of(tokens, tokens, (0, 2, 3), 1.0) != expected
 
 
+def test_codecs_of_hops_change_with_the_run() -> None:
+    """Each phase has the codecs of its own, in every iteration; without its own way back, those that go with them."""
+    late = Traffic("bf16 until 65%, int4", replicas=3)
+    assert [late.hops(number, 10) for number in (0, 6, 7, 9)] == [("bf16", "bf16")] * 2 + [
+        ("int4", "int4-stochastic")
+    ] * 2
+    assert late.back_text == "bf16 until 65%, int4-stochastic"
+    early = Traffic("int4 until 1/2, int8", "int4-stochastic until 25%, fp8")
+    expected = [("int4", "int4-stochastic"), ("int4", "fp8"), ("int8", "fp8"), ("int8", "fp8")]
+    assert [early.hops(number, 4) for number in range(4)] == expected
+    plan, spec = plan_of(LANES)
+    tokens = torch.randint(0, 97, (6, 8), generator=torch.Generator().manual_seed(0))
+    visits = [plan.visits(lane) for lane in LANES]
+    engines = [
+        Engine(spec, plan.layers, COARSE, SkipSchedule("1/4"), traffic=each) for each in (early, Traffic("int8"))
+    ]
+    for number, engine in enumerate(engines):
+        for iteration in range(3):
+            rounds = HopCodecs("int4", "int8") if iteration == 1 else HopCodecs("int8", "int8")
+            engine.iteration(iteration, tokens, tokens, visits, hops=None if number and iteration != 1 else rounds)
+    assert apart(*([each.values for each in engine.weights] for engine in engines)) == 0
+
+
 def test_results_from_before_codecs_are_still_known() -> None:
     study = Study("headline", [Variant("full")])
     assert study.runs[0].key == "9d76a9eb7c2f6462"
@@ -251,6 +285,12 @@ def test_replicas_have_parts_of_one_shape() -> None:
         ({"wire": "int3"}, r"traffic\.wire: there is no codec 'int3', but fp32"),
         ({"gradients": "rank x"}, r"traffic\.gradients: there is no codec 'rank x'"),
         ({"wire_back": "int8"}, r"needs traffic\.wire"),
+        (
+            {"wire": "int8 until 65%"},
+            r"traffic\.wire: 'int8 until 65%' ends before the run does: .* 'int8 until 65%, int4'",
+        ),
+        ({"wire": "int8, int4"}, r"traffic\.wire: 'int8' has no end"),
+        ({"wire": "int8 until 1/2, int3"}, r"traffic\.wire: there is no codec 'int3'"),
         ({"basis": "fixed"}, r"traffic\.basis: needs traffic\.subspace"),
         ({"replicas": 4}, "30 microbatches do not divide into 4 equal parts"),
     ],

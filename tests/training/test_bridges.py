@@ -20,7 +20,7 @@ from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
 from skippipe.model.stage import is_bridge
 from skippipe.plan import Plan
 from skippipe.planner.request import PlanRequest
-from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState
 from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
@@ -32,6 +32,7 @@ from skippipe.training.job_config import JobConfig
 from skippipe.training.run import RunOptions
 from skippipe.validate import validate
 from tests.helpers.models import tiny
+from tests.helpers.pretrained_jobs import Losses
 
 torch.set_num_threads(1)
 
@@ -59,14 +60,6 @@ def bridged(folder: Path, *, resumed: bool = False, **tables: Any) -> RunSetup:
         **tables,
     }
     return build_run(from_table(JobConfig, said), request=QUICK, options=RunOptions(resumed=resumed))
-
-
-class Losses(Callback):
-    def __init__(self) -> None:
-        self.found: list[float] = []
-
-    def iteration_done(self, report: IterationReport) -> None:
-        self.found.append(report.loss)
 
 
 def trained(run_setup: RunSetup, backend: str, until: int = 99) -> list[float]:

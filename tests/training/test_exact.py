@@ -41,6 +41,7 @@ from tests.helpers.exact_training import (
     LowRankReference,
     assert_exact,
     assert_replicas_alike,
+    distance,
     plan_of,
     sampler_of,
     tensors_of,
@@ -56,11 +57,10 @@ PATHS = {"full": FULL, "skipped": SKIPPED, "swapped": SWAPPED}
 
 
 @pytest.mark.parametrize(
-    ("layers", "split"), [((1, 1, 1, 2), False), ((2, 1, 1, 1), True)], ids=["whole", "uneven-split"]
+    ("paths", "split"), [("full", False), ("skipped", True), ("swapped", False), ("swapped", True)]
 )
-@pytest.mark.parametrize("paths", PATHS)
-def test_many_nodes_are_one_process(paths: str, layers: tuple[int, ...], split: bool) -> None:
-    assert_exact(*plan_of(PATHS[paths], layers, split=split))
+def test_many_nodes_are_one_process(paths: str, split: bool) -> None:
+    assert_exact(*plan_of(PATHS[paths], (2, 1, 1, 1) if split else (1, 1, 1, 2), split=split))
 
 
 WAYS = (Piece(2, 3), Piece(3, 1), Piece(4, 2)), (Piece(4, 2, ((2, 3),)), Piece(2, 1, ((4, 3),)))
@@ -100,9 +100,13 @@ MIXED = tuple(
     if (i, j) != (0, 5)  # this one has the usual codec
 )
 ALIKE = {each: (each, ()) for each in ("bf16", "int8", "fp8", "int4")} | {"mixed": ("bf16", MIXED)}
+IN_THE_MIX = ("int8", "fp8")
 
 
-@pytest.mark.parametrize(("wire", "links"), ALIKE.values(), ids=list(ALIKE))
+@pytest.mark.parametrize(
+    ("wire", "links"),
+    [pytest.param(*ALIKE[each], id=each, marks=pytest.mark.slow if each in IN_THE_MIX else ()) for each in ALIKE],
+)
 def test_hops_are_rounded_alike(wire: str, links: tuple[LinkDtypes, ...]) -> None:
     """To the bit in the first forward; then sums in another order now and then tip a value over to the next step."""
     plan, spec = plan_of(SWAPPED, wire_dtype=wire, wire_dtypes=links)
@@ -141,11 +145,6 @@ def test_conversations_in_a_sample(paths: str, wire: str, monkeypatch: pytest.Mo
         cluster, computers, _, losses = trained(plan, spec)
         assert [report.loss for report in cluster.reports] == pytest.approx(losses, rel=1e-4)
         assert_replicas_alike(plan, computers)
-
-
-def distance(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> float:
-    assert some.keys() == others.keys()
-    return float(torch.cat([(some[name] - others[name]).flatten().abs() for name in some]).mean())
 
 
 @pytest.mark.parametrize(

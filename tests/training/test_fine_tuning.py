@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.errors import UserError
 from skippipe.optim.config import OptimConfig
-from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
-from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.job_config import (
     BatchConfig,
@@ -28,6 +26,7 @@ from skippipe.training.job_config import (
 )
 from tests.helpers.chats import chat_tokenizer, chats
 from tests.helpers.models import tiny
+from tests.helpers.pretrained_jobs import trained
 from tests.helpers.processes import Command
 
 STEPS, SEQUENCE = 10, 48
@@ -66,20 +65,6 @@ def job_of(folder: Path, weights: Path, **data: Any) -> JobConfig:
         transport=TransportConfig(wire="fp32"),
         learning=LEARNING,
     )
-
-
-class Reports(Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def iteration_done(self, report: IterationReport) -> None:
-        self.losses.append(report.loss)
-
-
-def trained(run_setup: RunSetup, engine: str = "virtual") -> list[float]:
-    reports = Reports()
-    BACKENDS[engine](run_setup.with_first_checkpoint(), reports, lambda: 0)
-    return reports.losses
 
 
 def conversations_of(run_setup: RunSetup, iteration: int) -> list[tuple[int, ...]]:

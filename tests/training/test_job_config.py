@@ -37,7 +37,7 @@ from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import Bench
 
-QUICK = PlanRequest(seed=0, budget_s=0.2)
+QUICK = PlanRequest(seed=0, budget_s=0.2, changes=300)
 WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
 
 

@@ -104,6 +104,7 @@ FIELDS: dict[str, Any] = {
     "recipe.bridges": Change(8),
     "recipe.adapters": Refused(8),
     "recipe.adapters_by_hop": Refused(True),
+    "recipe.adapters_shared": Refused(4),
     "recipe.distill": Refused(0.5),
     "recipe.distill_hidden": Refused(0.5),
     "recipe.heal": Refused("95%"),

@@ -413,6 +413,9 @@ class Echo:
     def fits(self, message: Message, expected: Any) -> bool:
         return (message.header, expected) == (Hop(0, 0, 0, 1), 2)
 
+    def prefetch(self, given: Any, _device: int) -> Any:
+        return given
+
 
 def test_a_worker_keeps_nothing_of_what_it_made() -> None:
     woken = threading.Event()

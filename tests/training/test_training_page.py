@@ -305,6 +305,7 @@ def test_fields_and_their_defaults() -> None:
         "swaps",
         "adapters",
         "adapters_by_hop",
+        "adapters_shared",
         "distill",
         "distill_hidden",
         "heal",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -16,16 +15,10 @@ from skippipe.transport.addresses import free_port, join_address, split_address,
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox, QueueFull
 from skippipe.transport.streams import dial
-from tests.helpers.mailboxes import HELLO, KEYS, Net, link, network, number_of, numbered
+from tests.helpers.mailboxes import HELLO, KEYS, Net, link, number_of, numbered
 
 BOTH = "127.0.0.1:0,[::1]:0"
 needs_both = pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
-
-
-@pytest.fixture
-def net() -> Iterator[Net]:
-    with network("curve") as made:
-        yield made
 
 
 def nowhere(host: str) -> str:
@@ -187,7 +180,7 @@ def test_a_callback_on_request_over_the_address_that_answers(net: Net) -> None:
 
     def passed_on(caller: Mailbox) -> bool:
         for request in caller.call_requests():
-            b.answer([nowhere("127.0.0.1"), f"[::1]:{request.port}"], request.token)
+            b.answer("a", [nowhere("127.0.0.1"), f"[::1]:{request.port}"], request.token)
         return bool(b.received_bytes["a"])
 
     assert net.until(lambda: passed_on(a))["b"][0].message == HELLO

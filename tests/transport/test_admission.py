@@ -33,7 +33,6 @@ from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.members import MemberStore, NotAdmitted
 from tests.helpers.admission_door import Door
 
-HOUR_S = 3600.0
 WITHIN_S = 10.0
 SOMEBODY = KeyPair.new()
 

@@ -6,7 +6,6 @@ import random
 import secrets
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -17,12 +16,6 @@ from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox
 from skippipe.transport.token_gate import MAGIC, PREFACE, token_of
 from tests.helpers.mailboxes import HELLO, PATIENCE_S, Net, link, network, number_of, numbered
 from tests.helpers.relay import Wire
-
-
-@pytest.fixture
-def net() -> Iterator[Net]:
-    with network("curve") as made:
-        yield made
 
 
 def parked(net: Net, secret: bytes | None = None) -> tuple[Mailbox, Mailbox]:
@@ -40,7 +33,7 @@ def passed_on(caller: Mailbox, callee: Mailbox) -> bool:
     """What the coordinator does."""
     for request in caller.call_requests():
         assert request.peer == callee.name
-        callee.answer([f"127.0.0.1:{request.port}"], request.token)
+        callee.answer(caller.name, [f"127.0.0.1:{request.port}"], request.token)
     return True
 
 
@@ -154,7 +147,7 @@ def test_only_ports_of_the_mailbox_are_called(net: Net) -> None:
     """A caller cannot reach another program on the machine of a node."""
     _, b = net.box("a"), net.box("b", listen=OUT_ONLY)
     with socket.create_server(("127.0.0.1", 0)) as gate, socket.create_server(("127.0.0.1", 0)) as other:
-        b.answer([f"127.0.0.1:{gate.getsockname()[1]}"], bytes(32).hex())
+        b.answer("a", [f"127.0.0.1:{gate.getsockname()[1]}"], bytes(32).hex())
         gate.settimeout(PATIENCE_S)
         stream, _ = gate.accept()
         stream.settimeout(PATIENCE_S)

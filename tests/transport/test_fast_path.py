@@ -20,14 +20,8 @@ from skippipe.transport.aead import TAG_BYTES
 from skippipe.transport.fast_path import LARGE_BYTES, FastPathMessage, FastPathReceiver, FastPathVerb
 from skippipe.transport.mailbox import LossReason, Lost, Mailbox, QueueFull
 from skippipe.transport.message import HEADER, Message, Received, Stamp
-from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, network, number_of, numbered
+from tests.helpers.mailboxes import HELLO, KEYS, LARGE, PATIENCE_S, Net, link, number_of, numbered
 from tests.helpers.relay import Relay, Tamper
-
-
-@pytest.fixture
-def net() -> Iterator[Net]:
-    with network("curve") as made:
-        yield made
 
 
 def check(received: list[Received]) -> list[int]:

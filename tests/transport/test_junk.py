@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import zmq
 
 from benchmarks.fuzz import bad_message
@@ -20,7 +19,7 @@ from skippipe.transport.fast_path import VERB_MAGIC
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.message import HEADER, Hop, Limits, Malformed, Message, Received, from_frames, to_frames
-from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link, network
+from tests.helpers.mailboxes import HELLO, KEYS, PATIENCE_S, Net, link
 
 JUNK = 2000
 GROWTH_BYTES = 64 * 2**20
@@ -30,12 +29,6 @@ SOUND = [bytes(frame) for frame in to_frames(HELLO)]
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-
-
-@pytest.fixture
-def net() -> Iterator[Net]:
-    with network("curve") as made:
-        yield made
 
 
 @contextmanager

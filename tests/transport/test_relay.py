@@ -14,15 +14,9 @@ from skippipe.transport import token_gate
 from skippipe.transport.addresses import split_address
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox
-from skippipe.transport.relay import CALLEE, CALLER, Bucket, Relay, RelayLimits
+from skippipe.transport.relay import CALLEE, CALLER, FREE_BYTES, Bucket, Relay, RelayLimits
 from skippipe.transport.token_gate import MAGIC, PREFACE, token_of
-from tests.helpers.mailboxes import PATIENCE_S, Net, link, network
-
-
-@pytest.fixture
-def net() -> Iterator[Net]:
-    with network("curve") as made:
-        yield made
+from tests.helpers.mailboxes import PATIENCE_S, Net, link
 
 
 @pytest.fixture
@@ -150,3 +144,18 @@ def test_a_rate_holds_over_any_second() -> None:
         now += max(0.0, bucket.take(50_000, now))
     assert 2e6 <= sent <= 2.15e6
     assert bucket.take(1000, now + 60) < 0, "after a pause at once"
+
+
+def test_what_is_large_goes_on_when_it_is_paid_for(relays: list[Relay]) -> None:
+    relays.append(relay := Relay("127.0.0.1:0", RelayLimits(bytes_per_s=1.0)))
+    secret = secrets.token_bytes(32)
+    relay.grant("a", "b", secret)
+    with dialled(relay, token_of(secret, CALLER)) as a, dialled(relay, token_of(secret, CALLEE)) as b:
+        a.sendall(b"x")
+        assert recv(b) == b"x"
+        a.sendall(b"y")
+        assert recv(b) == b"y", "small: at once, however much the rate is exceeded"
+        b.sendall(bytes(2 * FREE_BYTES))
+        a.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            a.recv(1)

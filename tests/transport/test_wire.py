@@ -83,7 +83,7 @@ def test_what_is_not_finite_does_not_become_a_number(bad: float, dtype: str) -> 
     back = decode(encode(tensor, dtype))
     hurt = ~back.isfinite()
     if dtype not in ("fp32", "bf16"):
-        block = getattr(CODECS[dtype], "tile", INT8_BLOCK)
+        block = getattr(CODECS[dtype], "block", INT8_BLOCK)
         assert back[INT8_BLOCK : INT8_BLOCK + block].isnan().all() and hurt.sum() == block
     else:
         assert hurt.nonzero().tolist() == [[INT8_BLOCK + 3]]

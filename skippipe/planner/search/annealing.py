@@ -285,7 +285,7 @@ def variants(problem: Problem, layers: tuple[int, ...]) -> list[Problem]:
 
 
 def may_move_layers(problem: Problem) -> bool:
-    """Where nodes are equally fast there is nothing to match, and even stages are what the study has."""
+    """Where nodes are equally fast there is nothing to match, and even stages are what the paper has."""
     speeds = {(node.flops_per_s, node.devices) for node in problem.cluster.nodes}
     return problem.decision_variables.layers and len(speeds) > 1 and problem.stages > 2
 

@@ -35,10 +35,13 @@ class ClusterEstimator:
         now_ns: int,
         out_only: Set[int] = frozenset(),
         relays: Mapping[str, RelayInfo] | None = None,
+        apart: Set[frozenset[int]] = frozenset(),
     ) -> None:
         """`full` is the cluster with all its links; those that the plan does without are down for a while. `out_only`
-        has at any time the nodes that cannot be called: no two of them can meet, unless there are `relays`."""
+        has at any time the nodes that cannot be called: no two of them can meet, unless there are `relays`. `apart`
+        has other pairs that meet at relays; without one, their links are down like any that fail."""
         self._out_only = out_only
+        self._apart = apart
         self._relays = relays if relays is not None else {}
         self._down: dict[frozenset[int], tuple[int, int]] = {}
         """Two nodes → until when their link counts as down, and for how long it did."""
@@ -73,9 +76,13 @@ class ClusterEstimator:
     def _out_only_pairs(self) -> frozenset[frozenset[int]]:
         return frozenset(frozenset(pair) for pair in combinations(sorted(self._out_only), 2))
 
+    def relayed_pairs(self) -> frozenset[frozenset[int]]:
+        """Pairs that meet at relays, if there are any."""
+        return self._out_only_pairs() | self._apart
+
     def relay_came(self) -> bool:
         """Links that were down for want of a relay are not any more; does the plan do without such a link?"""
-        pairs = self._out_only_pairs()
+        pairs = self.relayed_pairs()
         for pair in pairs & self._down.keys():
             del self._down[pair]
         return any(frozenset(pair) in pairs for pair in self._excluded)
@@ -157,10 +164,11 @@ class ClusterEstimator:
         )
 
     def _within_relays(self, cluster: Cluster) -> Cluster:
-        """What nodes that only call out have of each other, through the relays that there are."""
+        """What pairs that meet at relays have of each other, through those that there are."""
         if not self._relays or isinf(total := sum(each.bytes_per_s for each in self._relays.values())):
             return cluster
-        return with_relay(cluster, self._out_only, total, max(each.node_bytes_per_s for each in self._relays.values()))
+        of_node = max(each.node_bytes_per_s for each in self._relays.values())
+        return with_relay(cluster, self.relayed_pairs(), total, of_node)
 
     def _estimate_node(self, index: int) -> Node:
         node = self._plan.cluster.nodes[index]

@@ -34,6 +34,7 @@ from skippipe.runtime.messages import (
     Validated,
 )
 
+RELAY_GRACE_NS = 5 * 10**9  # for two nodes to meet at a relay that has just come
 WAYS_ON = "start anew, with checkpoint.every, survive.backup_every or a second data node"
 
 
@@ -143,11 +144,14 @@ class CommitLoop:
         )
         if estimator.is_down(node, peer, now_ns) and not used:
             return
+        pair, relayed = frozenset({node, peer}), estimator.relayed_pairs()
+        if pair in relayed and membership.relays and now_ns < membership.relay_since_ns + RELAY_GRACE_NS:
+            return  # they have lost each other with a relay that is back, or with another: they meet again
         reports.add(node, peer, now_ns)
         cut_off = [receiver for receiver in (node, peer) if {node, peer} & set(membership[receiver].sources)]
         is_costly = bool(cut_off) or (not paused and (used or same_stage))
-        known = frozenset({node, peer}) in estimator.apart()  # then it is no fault of the reporter
-        if known and membership.lacks_relay:  # it was there before: nobody is at fault
+        known = pair in relayed and (not membership.relays or pair in membership.apart)  # no fault of the reporter
+        if pair in estimator.apart() and membership.lacks_relay:  # it was there before: nobody is at fault
             self.replanner.changed = True
             if not paused and (used or same_stage):
                 self.context.log_event("cut", f"cannot reach '{membership.name(peer)}' without a relay", node)

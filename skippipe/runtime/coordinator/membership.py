@@ -56,8 +56,12 @@ class Membership:
     """Ids for orders that are answered later: no two of a run are the same."""
     out_only: set[int] = field(default_factory=set)
     """Members that call others and cannot be called."""
+    apart: set[frozenset[int]] = field(default_factory=set)
+    """Other pairs of members of which neither can call the other."""
     relays: dict[str, RelayInfo] = field(default_factory=dict)
-    """Relays at which such members meet."""
+    """Relays at which all of these meet."""
+    relay_since_ns: int = 0
+    """When the last of them came."""
     may_relay: bool = False
     """There are relays that may join, or have joined."""
 
@@ -76,6 +80,7 @@ class Membership:
     def remove(self, node: int) -> None:
         del self.members[node]
         self.out_only.discard(node)
+        self.apart -= {pair for pair in self.apart if node in pair}
 
     def name(self, node: int) -> str:
         return self.cluster.nodes[node].name

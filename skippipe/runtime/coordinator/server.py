@@ -63,6 +63,7 @@ class CoordinatorServer:
             self._on_reached,
             self._on_out_only,
             lambda name, info: self._machine.on_relay(name, info),
+            lambda a, b: self._machine.on_apart(self._numbers[a], self._numbers[b]),
         )
         self._disconnected: dict[str, tuple[float, str]] = {}
         """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""
@@ -157,7 +158,7 @@ class CoordinatorServer:
         others = [other for other in listener.addresses if other != name]
         # one that reconnects to a restarted coordinator gets no welcome, and they may have moved; and any message tells
         # a node that it can be reached
-        self.send(node, PeerUpdate(listener.peer_addresses(others)))
+        self.send(node, PeerUpdate(listener.peer_addresses(others, self._names[node])))
         return True
 
     def is_called(self, node: int) -> bool:
@@ -175,7 +176,8 @@ class CoordinatorServer:
 
     def send_welcome(self, node: int, plan: Plan, origin: StateSource | None, assignment: int) -> None:
         node_config = {**self._node_config_json, "plan": self._to_json(plan)}
-        self.send(node, Welcome(node_config, self._listener.peer_addresses(self._publics), origin, assignment))
+        peers = self._listener.peer_addresses(self._publics, self._names[node])
+        self.send(node, Welcome(node_config, peers, origin, assignment))
 
     def send_plan(self, node: int, plan: Plan) -> None:
         self.send(node, NewPlan(self._to_json(plan)))

@@ -75,7 +75,7 @@ class Startup:
             relays.pop(name, None)
             self.context.log_event("gone", f"relay '{name}'")
         else:
-            relays[name] = info
+            relays[name], self.membership.relay_since_ns = info, self.env.now_ns()
             self.replanner.changed |= self.replanner.estimator.relay_came() and not joining
             rate = f", at most {info.bytes_per_s / 1e6:g} MB/s" if isfinite(info.bytes_per_s) else ""
             self.context.log_event(
@@ -83,6 +83,16 @@ class Startup:
             )
         if joining:
             self.prepare_if_complete()
+
+    def apart_known(self, a: int, b: int) -> None:
+        """Neither of two nodes can call the other: they meet at a relay. If there is none, the link is one that is
+        down, for which neither is to blame."""
+        membership, estimator = self.membership, self.replanner.estimator
+        membership.apart.add(frozenset({a, b}))
+        where = "they meet at a relay" if membership.relays else "a relay would help ('skippipe relay')"
+        self.context.log_event("cut", f"can neither call '{membership.name(b)}' nor be called by it: {where}", a)
+        if membership.relays:
+            self.replanner.changed |= estimator.relay_came()
 
     def lost(self, node: int) -> None:
         self._hellos.pop(node, None)

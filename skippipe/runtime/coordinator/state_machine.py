@@ -94,22 +94,16 @@ class Coordinator:
         self._gather = CheckpointGather(
             env, settings.checkpoint_every, -1 if resumed_from is None else resumed_from, ids
         )
-        estimator = ClusterEstimator(log.plan, plan.cluster, env.now_ns(), membership.out_only, membership.relays)
+        estimator = ClusterEstimator(
+            log.plan, plan.cluster, env.now_ns(), membership.out_only, membership.relays, membership.apart
+        )
         backup = EmbeddingBackup(recovery.backup_every if recovery.fault_tolerant else 0, membership, env, estimator)
         lengths = PathLengths(
             settings.skip_schedule, settings.iterations, log.visited, {**settings.plans, log.visited: log.plan}
         )
         self._replanner = Replanner(
-            log.plan,
-            lengths,
-            estimator,
-            recovery,
-            membership,
-            log.progress,
-            self._gather,
-            backup,
-            env,
-            self.log_event,
+            *(log.plan, lengths, estimator, recovery, membership, log.progress, self._gather, backup),
+            *(env, self.log_event),
         )
         self._recovery = RecoverySourceSelector(
             membership, env, recovery, estimator, log.progress, backup, self.log_event
@@ -236,6 +230,9 @@ class Coordinator:
 
     def on_relay(self, name: str, info: RelayInfo | None) -> None:
         self._startup.relay_known(name, info)
+
+    def on_apart(self, a: int, b: int) -> None:
+        self._startup.apart_known(a, b)
 
     def _on_hello(self, node: int, hello: Hello) -> None:
         if hello.version != __version__:

@@ -27,10 +27,11 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, RESEND
 from skippipe.runtime.fencing import NO_STAMP, Incarnation, stamp_of, stamped
-from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.message_json import control_of, to_json
 from skippipe.runtime.messages import (
     COORDINATOR,
     CallBack,
+    CallFailed,
     ControlMessage,
     Failed,
     Heartbeat,
@@ -169,6 +170,8 @@ class NodeAgent:
             self._mailbox.be_callable(self._coordinator, self._secret)
         for request in self._mailbox.call_requests():
             self.send_control(RequestCallback(request.peer, request.token, request.port))
+        for peer in self._mailbox.failed_calls():
+            self.send_control(CallFailed(peer))
 
     def _call_back(self, control: CallBack) -> None:
         if control.peer not in self._numbers or not TOKEN.fullmatch(control.token or control.relay):
@@ -176,7 +179,7 @@ class NodeAgent:
         if TOKEN.fullmatch(control.relay):
             self._mailbox.meet(control.address.split(","), control.relay, control.token)
         elif not control.relay:
-            self._mailbox.answer(control.address.split(","), control.token)
+            self._mailbox.answer(control.peer, control.address.split(","), control.token)
 
     # NodeEnv
 
@@ -206,6 +209,10 @@ class NodeAgent:
     def fits(self, message: Message, expected: Any) -> bool:
         assert self._thread is not None
         return self._thread.fits(message, expected)
+
+    def prefetch(self, given: Any, device: int) -> Any:
+        assert self._thread is not None
+        return self._thread.prefetch(given, device)
 
     def _send(self, name: str, message: Message, due_ns: int = 0) -> None:
         """What cannot be sent counts as lost on the way: it is requested again, or the coordinator reroutes."""
@@ -363,7 +370,7 @@ class NodeAgent:
             self._machine.receive(COORDINATOR, message)
         elif message.kind is not MessageKind.CONTROL:
             if received.peer in self._numbers and self._thread is not None:
-                self._machine.receive(self._numbers[received.peer], self._thread.prefetch(message))
+                self._machine.receive(self._numbers[received.peer], message)
         elif (control := self._control(received)) is None:
             return
         elif received.peer != THE_COORDINATOR:
@@ -385,9 +392,7 @@ class NodeAgent:
     def _control(self, received: Received) -> ControlMessage | None:
         """The control message; None if it cannot be read, which is counted, or if it is of the coordinator's past."""
         try:
-            if received.message.kind is not MessageKind.CONTROL:
-                raise UserError("a tensor where there should be none")
-            control = from_json(received.message.body)
+            control = control_of(received.message)
         except UserError as error:
             self.invalid[received.peer] += 1
             if self.invalid[received.peer] == 1:

@@ -38,6 +38,9 @@ class NodeEnv(Protocol):
         """Has the message's tensor the shape and type that it should have? `expected` is what the role's executor needs
         to know for that: of a training node the averaging schedule, of one that serves the number of tokens."""
 
+    def prefetch(self, given: Any, device: int) -> Any:
+        """What a hop has brought, on its way to one of the node's devices before its task begins."""
+
 
 class NodePhase(Enum):
     """How far a node is in an iteration; the value is for people."""

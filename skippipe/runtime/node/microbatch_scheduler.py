@@ -37,8 +37,6 @@ urgency, goes_before = python_version(dispatch.urgency), python_version(dispatch
 MicrobatchKey = tuple[int, int]
 """Lane and microbatch."""
 
-KINDS_OF_TASK = ("forward", "head", "backward", "weights")
-
 
 class ReadyTask(NamedTuple):
     task: StageTask
@@ -207,11 +205,23 @@ class MicrobatchScheduler:
         self._newest[lane] = microbatch
         self._ready.append(ReadyTask(self._task(lane, microbatch, 0), now_ns))
 
-    def _task(self, lane: int, microbatch: int, step: int, given: Any = None) -> StageTask:
+    def _task(self, lane: int, microbatch: int, step: int) -> StageTask:
+        """On the device that has the microbatch, or is likely to get it."""
         route = self.routes[lane]
         target = self._schedule.targets[lane][step] if step < route.length else 0
         data = route.first_microbatch + microbatch
-        return StageTask(self._iteration, lane, microbatch, step, route.length, data, given, target)
+        device = self._device_of.get((lane, microbatch), -1)
+        if device < 0:
+            device = self._likely_device()
+        return StageTask(self._iteration, lane, microbatch, step, route.length, data, target=target, device=device)
+
+    def _likely_device(self) -> int:
+        """The device of a microbatch that is new here, if those that came before it go first; `next` decides."""
+        busy = {each.task.device for each in self._running.values()}
+        held = Counter(self._device_of[each] for each in self._holding)
+        held.update(each.task.device for each in self._ready if each.task.step < each.task.length)
+        full = {device for device in held if held[device] >= self._schedule.slots_per_worker}
+        return min(self._node.devices, key=lambda device: (device in busy | full, held[device], device))
 
     def _wire_dtype(self, lane: int, step: int) -> str:
         """Codec of what a step sends on; after a reroute a node may get it that another link was planned for."""
@@ -322,7 +332,9 @@ class MicrobatchScheduler:
         self._newest[lane] = microbatch
         lag_ns = arrived_ns - message.sent_ns
         self.lag_ns[sender] = min(lag_ns, self.lag_ns.get(sender, lag_ns))
-        self._ready.append(ReadyTask(self._task(lane, microbatch, hop.step, message.body), arrived_ns))
+        task = self._task(lane, microbatch, hop.step)
+        given = self._env.prefetch(message.body, task.device)
+        self._ready.append(ReadyTask(replace(task, given=given), arrived_ns))
         return True
 
     def send_again_to(self, peer: int) -> None:

@@ -263,6 +263,10 @@ class Executor(Protocol):
         """Has the message's tensor the shape and type that it should have? `expected` is the schedule by which the
         stage averages. Called on another thread than `run`."""
 
+    def prefetch(self, given: Any, device: int) -> Any:
+        """What a hop has brought, on its way to the device whose task is likely to need it; any other can take it, too.
+        Called on another thread than `run`."""
+
 
 class OpQueue:
     """Operations that wait, in order. One that runs cannot be interrupted: if it is cancelled, its result is unused.
@@ -351,11 +355,8 @@ class OpThreads:
     def fits(self, message: Message, expected: Any) -> bool:
         return self._executor is not None and self._executor.fits(message, expected)
 
-    def prefetch(self, message: Message) -> Message:
-        """The message, whose tensor is on its way to the device if the executor wants it there before its task."""
-        begin = getattr(self._executor, "prefetch", None)
-        found: Message = message if begin is None else begin(message)
-        return found
+    def prefetch(self, given: Any, device: int) -> Any:
+        return given if self._executor is None else self._executor.prefetch(given, device)
 
     def stop(self) -> None:
         """End after the operations that run now."""

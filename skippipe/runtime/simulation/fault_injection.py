@@ -49,6 +49,10 @@ DURING: tuple[During, ...] = (
 )  # fmt: skip
 
 
+RELAY = -2
+"""The number of a relay, which only processes have."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing that goes wrong, when it begins, and how long it lasts."""
@@ -79,11 +83,12 @@ class Fault:
 
     def strikes(self, node: int, op: Op, iteration: int, *, any_node: bool) -> bool:
         """Does it begin with this operation? `any_node`: the node that it is for never runs such operations."""
-        here = any_node or node in self.nodes or COORDINATOR in self.nodes
+        here = any_node or node in self.nodes or min(self.nodes) < 0
         return iteration >= self.iteration and here and phase_of(op) == self.during
 
     def __str__(self) -> str:
-        names = ["the coordinator" if node == COORDINATOR else f"node {node}" for node in self.nodes]
+        other = {COORDINATOR: "the coordinator", RELAY: "the relay"}
+        names = [other.get(node, f"node {node}") for node in self.nodes]
         who = " and ".join(names) if len(names) < 3 else f"{len(names)} nodes"
         what = {
             "kill": f"kill {who}",

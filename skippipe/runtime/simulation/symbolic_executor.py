@@ -184,6 +184,9 @@ class SymbolicExecutor:
             return isinstance(message.body, Gradient) and message.body.piece == piece
         return isinstance(message.body, Trail)
 
+    def prefetch(self, given: Any, _device: int) -> Any:
+        return given
+
     def _copy_state(self) -> SymbolicState:
         state = SymbolicState(self.state)
         state.ends = tuple(self.ends)

@@ -2,8 +2,7 @@
 
 Everything that happens is an event in a heap, so a run depends on its inputs alone and takes as long as it takes to
 handle the events, not as long as the cluster would. With the plan's own durations an iteration takes exactly the time
-that the simulator predicts. Executors may be real (`stage_executor`) or `SymbolicExecutor`, which checks what it is
-given.
+that the simulator predicts. Executors may be real (`stage_executor`) or `SymbolicExecutor`, which checks its inputs.
 
 Nodes can be killed, frozen, cut off and started again, and so can the coordinator (see `fault_injection`): what happens
 then is what sockets and processes would do, without the seconds.
@@ -88,6 +87,9 @@ class _NodeEnv:
     def fits(self, message: Message, expected: Any) -> bool:
         return self.cluster.executor_of[self.number].fits(message, expected)
 
+    def prefetch(self, given: Any, device: int) -> Any:
+        return self.cluster.executor_of[self.number].prefetch(given, device)
+
 
 @dataclass
 class _CoordinatorEnv(Callback):
@@ -130,9 +132,7 @@ class _CoordinatorEnv(Callback):
         self._send(node, lambda: self.cluster.nodes[node].replan(plan))
 
     def store_weights(self, stage: int, number: int, piece: Any) -> None:
-        if number == 0:
-            self.cluster.stored[stage] = []
-        self.cluster.stored[stage].append(piece)
+        self.cluster.stored[stage] = [*(self.cluster.stored[stage] if number else ()), piece]
 
     def append_wal(self, record: dict[str, Any]) -> None:
         if self.incarnation == self.cluster.coordinator_incarnation:
@@ -303,7 +303,8 @@ class VirtualCluster:
             self._busy_ns[number] = self.now_ns
 
         def finish() -> None:
-            node.finished(op, result)
+            if self.nodes[number] is node:  # or it has got another stage meanwhile
+                node.finished(op, result)
             if not node.ops.running:
                 self._idle_ns[number] = self.now_ns
 
@@ -343,8 +344,7 @@ class VirtualCluster:
     # Faults
 
     def _strikes(self, fault: Fault, number: int, op: Op) -> bool:
-        phase = phase_of(op)
-        if phase is None or phase != fault.during:
+        if (phase := phase_of(op)) is None or phase != fault.during:
             return False
         common = phase in ("forward", "backward", "averaging", "step")  # that every node does, if it does anything
         any_node = not common or not any(node in self.alive for node in fault.nodes)
