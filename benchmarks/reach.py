@@ -1,8 +1,8 @@
 """What nodes that can only call out cost: half of 20 nodes, beside the same cluster with all of them reachable.
 
     python -m benchmarks.reach start [--nodes 20] [--cluster published20] [--load 0]
-    python -m benchmarks.reach plan [--cluster published20] [--changes 60000] [--bound 20]
-    python -m benchmarks.reach iteration [--iterations 12] [--time 0.1] [--rounds 1]
+    python -m benchmarks.reach plan [--cluster published20] [--changes 60000] [--bound 20] [--relays 100,500,2000]
+    python -m benchmarks.reach iteration [--iterations 12] [--time 0.1] [--rounds 1] [--relay]
     python -m benchmarks.reach promise [--nodes 6] [--rate 0.12] [--iterations 5] [--shared]
     python -m benchmarks.reach serving [--prompts 16]
 
@@ -11,10 +11,14 @@ Nodes are processes on this machine, forked from this one, and every second one 
 
 `start` takes the time until all nodes are at work, and the first iteration is done; with `--load`, so many other
 processes compute meanwhile.
-`plan` compares what plans promise, after as many changes of the search, and proven bounds.
+`plan` compares what plans promise, after as many changes of the search, and proven bounds; with `--relays`, also if
+nodes of different locations meet at a relay that carries so many megabytes a second, those of one location in their
+own network.
 `iteration` takes the median time of an iteration, the first left out, over links that are as slow as the cluster file
 says, scaled by `--time`; the plan for half out only does without links between two of those, and is run with all nodes
-reachable as well: that is what another side to dial costs, beside what other links cost. `promise` has no node that can
+reachable as well: that is what another side to dial costs, beside what other links cost. With `--relay` it does not do
+without them: they meet at a `skippipe relay` on this machine, over links as slow as theirs, and the plan is the same.
+`promise` has no node that can
 be called, and one relay, a `skippipe relay` that carries so many megabytes a second: the time that the plan promises,
 which counts on that rate, beside the median time of an iteration. Every node has an equal part of it, as plans count,
 or (`--shared`) what the others leave. `serving` compares answers, with two nodes to a stage. All end with status 1 if
@@ -132,10 +136,12 @@ def trained(
     *,
     say_so: bool,
     scale: float = 0.0,
+    relay: bool = False,
 ) -> tuple[Taken, float]:
     """What a run took, and what its plan had promised."""
     folder.mkdir(parents=True)
     cluster.save(folder / "cluster.json")
+    at = f"127.0.0.1:{free_port('127.0.0.1')}"
     job = JobConfig(
         cluster=str(folder / "cluster.json"),
         output=str(folder / "run"),
@@ -144,11 +150,16 @@ def trained(
         batch=BatchConfig(sequence=64, samples=2),
         pipeline=PipelineConfig(stages=6, skip="1/3", budget_s=asked.budget),
         emulation=EmulationConfig(enabled=True, time=scale) if scale else EmulationConfig(),
+        transport=joins(folder, at) if relay else TransportConfig(),
     )
+    if relay:
+        launcher: MixedLauncher | RelayedLauncher = RelayedLauncher(cluster.number, folder, at, out_only)
     setup = build_run(job)
     assert setup.plan.expected is not None
     taken = Taken()
-    setup.run.launch(MixedLauncher(setup.run.names, folder / "logs", out_only, say_so=say_so), taken)
+    if not relay:
+        launcher = MixedLauncher(setup.run.names, folder / "logs", out_only, say_so=say_so)
+    setup.run.launch(launcher, taken)
     return taken, setup.plan.expected.iteration_s
 
 
@@ -205,38 +216,47 @@ def plan(asked: argparse.Namespace) -> int:
     request = PlanRequest(seed=asked.seed, budget_s=math.inf, changes=asked.changes, bound_s=asked.bound)
     fewer = without_links(problem.cluster, every_second(problem.cluster))
     promised = []
-    for what, cluster in (("all reachable", problem.cluster), ("half out only", fewer)):
+    cases = {"all reachable": problem.cluster, "half out only": fewer}
+    half = [problem.cluster.number[name] for name in every_second(problem.cluster)]
+    at = [node.location for node in problem.cluster.nodes]
+    pairs = {frozenset(pair) for pair in combinations(half, 2) if at[pair[0]] != at[pair[1]]}
+    for rate in asked.relays:
+        cases[f"half out only, a relay of {rate:g} MB/s"] = with_relay(problem.cluster, pairs, 1e6 * rate)
+    for what, cluster in cases.items():
         found = make_plan(replace(problem, cluster=cluster), Strategy.BEST, request)
         promised.append(iteration_ns(found) / 1e9)
         proven = "" if found.lower_bound_ns is None else f", none is under {found.lower_bound_ns / 1e9:.1f} s"
         held, lanes = sum(len(stage.nodes) for stage in found.stages), len(found.lanes)
         print(f"{what}: {promised[-1]:.2f} s, {lanes} lanes over {held} nodes{proven}", flush=True)
-    print(f"half out only / all reachable: {promised[1] / promised[0]:.3f} (goal {RATIO})")
-    return promised[1] > RATIO * promised[0]
+    for what, promised_s in list(zip(cases, promised, strict=True))[1:]:
+        print(f"{what} / all reachable: {promised_s / promised[0]:.3f} (goal {RATIO})")
+    return min(promised[1:]) > RATIO * promised[0]
 
 
 def iteration(asked: argparse.Namespace) -> int:
     cluster, _ = cluster_named(asked.cluster)
     half = every_second(cluster)
     fewer = without_links(cluster, half)
-    cases: dict[str, tuple[Cluster, list[str]]] = {
-        "all reachable": (cluster, []),
-        "all reachable, links of half out only": (fewer, []),
-        "half out only": (fewer, half),
-    }
+    cases: dict[str, tuple[Cluster, list[str]]] = {"all reachable": (cluster, []), "half out only": (fewer, half)}
+    if asked.relay:
+        cases["half out only"] = cluster, half
+    else:
+        cases["all reachable, links of half out only"] = fewer, []
     seconds: dict[str, list[float]] = {what: [] for what in cases}
     promised = {}
     with tempfile.TemporaryDirectory(prefix="reach") as name:
         for number in range(asked.rounds):
             for what, (links, out_only) in cases.items():
                 folder = Path(name) / f"{what} {number}"
-                taken, promised[what] = trained(links, folder, out_only, asked, say_so=True, scale=asked.time)
+                taken, promised[what] = trained(
+                    links, folder, out_only, asked, say_so=True, scale=asked.time, relay=asked.relay and bool(out_only)
+                )
                 seconds[what] += taken.seconds[1:]
     print(f"{'':<38} {'promised':>9} {'measured':>9}   spread")
     for what, all_s in seconds.items():
         print(f"{what:<38} {promised[what]:>7.3f} s {median(all_s):>7.3f} s   {min(all_s):.3f} … {max(all_s):.3f}")
-    everywhere, same, mixed = seconds
-    for what in (everywhere, same):
+    everywhere, mixed, *same = seconds
+    for what in (everywhere, *same):
         ratio = median(seconds[mixed]) / median(seconds[what])
         print(f"half out only / {what}: {promised[mixed] / promised[what]:.3f} promised, {ratio:.3f} measured")
     return median(seconds[mixed]) > RATIO * median(seconds[everywhere])
@@ -246,9 +266,11 @@ def iteration(asked: argparse.Namespace) -> int:
 
 
 class RelayedLauncher(JoinLauncher):
-    """Nodes that only call out, forked from this process, and a relay for them."""
+    """Nodes, forked from this process, and a relay for those that only call out."""
 
-    def __init__(self, names: Collection[str], folder: Path, address: str, *rates: object) -> None:
+    def __init__(
+        self, names: Collection[str], folder: Path, address: str, out_only: Collection[str], *rates: object
+    ) -> None:
         own, hub, pairs = KeyPair.new(), KeyPair.new(), {name: KeyPair.new() for name in names}
         key, peers = folder / "coordinator.key", folder / "peers.json"
         KeyFile("coordinator", own).save(key)
@@ -257,6 +279,7 @@ class RelayedLauncher(JoinLauncher):
         PeerList({**publics, "hub": hub.public}, relays=("hub",)).save(peers)
         self._pool = ProcessPool(partial(node_process, ROLES), folder / "logs")
         super().__init__(list(names), key, peers)
+        self._out_only = out_only
         self._pairs, where = pairs, f"127.0.0.1:{free_port('127.0.0.1')}"
         words = ("--join", address, "--key", folder / "hub.key", "--listen", where, "--address", where, *rates)
         self._relay = Command("relay", *words)
@@ -265,7 +288,8 @@ class RelayedLauncher(JoinLauncher):
     def start(self, address: str) -> None:
         super().start(address)
         for name, keys in self._pairs.items():
-            self._pool.start(name, {**join_config(name, address, self.keys, keys), "listen": OUT_ONLY})
+            listens = {"listen": OUT_ONLY} if name in self._out_only else {}
+            self._pool.start(name, join_config(name, address, self.keys, keys) | listens)
 
     def ended(self) -> list[tuple[str, str]]:
         self._pool.poll()
@@ -275,6 +299,10 @@ class RelayedLauncher(JoinLauncher):
         super().close()
         self._relay.end()
         self._pool.close()
+
+
+def joins(folder: Path, at: str) -> TransportConfig:
+    return TransportConfig(listen=at, peers=str(folder / "peers.json"), key=str(folder / "coordinator.key"))
 
 
 def promise(asked: argparse.Namespace) -> int:
@@ -291,10 +319,11 @@ def promise(asked: argparse.Namespace) -> int:
             data=DataConfig(vocabulary=512),
             batch=BatchConfig(sequence=64, samples=2, microbatches=2 * asked.nodes),
             pipeline=PipelineConfig(stages=3, skip="0", budget_s=asked.budget),
-            transport=TransportConfig(listen=at, peers=str(folder / "peers.json"), key=str(folder / "coordinator.key")),
+            transport=joins(folder, at),
         )
         rates = "--rate", asked.rate, *(() if asked.shared else ("--node-rate", asked.rate / asked.nodes))
-        launcher = RelayedLauncher([f"n{number}" for number in range(asked.nodes)], folder, at, *rates)
+        names = [f"n{number}" for number in range(asked.nodes)]
+        launcher = RelayedLauncher(names, folder, at, names, *rates)
         setup, taken = build_run(job), Taken()
         setup.run.launch(launcher, taken)
     expected = setup.plan.expected
@@ -379,11 +408,13 @@ def main() -> int:
         else:
             each.add_argument("--time", type=float, default=0.1)
             each.add_argument("--rounds", type=int, default=1)
+            each.add_argument("--relay", action="store_true")
     each = kinds.add_parser("plan")
     each.add_argument("--cluster", choices=EXAMPLES, default="published20")
     each.add_argument("--changes", type=float, default=60_000)
     each.add_argument("--bound", type=float, default=20.0, help="seconds for a proven bound")
     each.add_argument("--seed", type=int, default=0)
+    each.add_argument("--relays", type=lambda text: [float(each) for each in text.split(",")], default=[])
     each.set_defaults(run=plan)
     each = kinds.add_parser("promise")
     each.add_argument("--nodes", type=int, default=6)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -199,25 +199,36 @@ def with_relay(
     """The cluster if these pairs of nodes reach each other through a relay alone, which carries so much of all together
     and of each.
 
-    Every node counts on an equal share, whatever the others send: that is less than it may get, and holds. If a node
-    has other links as well, its links through the relay have equal parts of its share each.
+    Every node counts on its max-min fair share: an equal one, and what those leave that cannot send as much. It holds
+    whatever the others send, and is often less than a node gets. If a node has other links as well, its links through
+    the relay divide its share in the same way; else the share is the rate of its upload.
     """
     among = sorted(set().union(*pairs))
     if not among:
         return cluster
-    share = max(1.0, min(bytes_per_s / len(among), node_bytes_per_s))
-    bandwidth = cluster.bandwidth_bytes_per_s.copy()
-    made = list(cluster.nodes)
-    for index in among:
-        peers = [peer for peer in among if peer != index and frozenset({index, peer}) in pairs]
-        elsewhere = np.setdiff1d(np.arange(len(cluster)), [index, *peers])
-        alone = not bandwidth[index, elsewhere].any()
-        each = share if alone else share / len(peers)
-        bandwidth[index, peers] = np.minimum(bandwidth[index, peers], each)
-        if alone and isfinite(share):
-            upload = min(share, made[index].upload_bytes_per_s or inf)
-            made[index] = replace(made[index], upload_bytes_per_s=upload)
+    bandwidth, made = cluster.bandwidth_bytes_per_s.copy(), list(cluster.nodes)
+    peers = [[peer for peer in among if peer != index and frozenset({index, peer}) in pairs] for index in among]
+    uploads = [made[index].upload_bytes_per_s or inf for index in among]
+    most = [min(bandwidth[index, to].sum(), upload) for index, to, upload in zip(among, peers, uploads, strict=True)]
+    shares = _max_min_fair(np.minimum(most, node_bytes_per_s), bytes_per_s)
+    for index, to, wanted, share in zip(among, peers, most, np.maximum(shares, 1.0), strict=True):
+        if share >= wanted:
+            continue  # the relay takes all that it can send
+        if bandwidth[index, np.setdiff1d(np.arange(len(cluster)), [index, *to])].any():
+            bandwidth[index, to] = _max_min_fair(bandwidth[index, to], share)
+        else:
+            bandwidth[index, to] = np.minimum(bandwidth[index, to], share)
+            made[index] = replace(made[index], upload_bytes_per_s=float(share))
     return replace(cluster, nodes=tuple(made), bandwidth_bytes_per_s=bandwidth)
+
+
+def _max_min_fair(wanted: Matrix, total: float) -> Matrix:
+    """What each gets of a total: what it wants, or an equal part of what is left by those that want less."""
+    if wanted.sum() <= total:
+        return wanted
+    rising = np.sort(wanted)
+    levels = (total - np.concatenate([[0.0], np.cumsum(rising)[:-1]])) / np.arange(len(wanted), 0, -1)
+    return np.minimum(wanted, levels[np.argmax(rising >= levels)])
 
 
 def _node_json(node: Node) -> dict[str, Any]:

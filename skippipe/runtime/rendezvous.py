@@ -36,7 +36,7 @@ from skippipe.runtime.messages import (
     Welcome,
 )
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, RelayInfo, RelayPool
-from skippipe.transport.addresses import join_address, split_all
+from skippipe.transport.addresses import is_loopback, join_address, split_all
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, Received
 from skippipe.transport.relay import CALLEE, CALLER
@@ -75,8 +75,9 @@ class Listener:
     """Called with a node's first message that cannot be read, and with what is wrong with it."""
     on_reached: Callable[[str], None] = lambda name: None
     """Called with a node that can be reached at the address that it has announced."""
-    on_out_only: Callable[[str, str], None] = lambda name, address: None
-    """Called with a node that cannot be reached, and with the address that it has announced."""
+    on_out_only: Callable[[str, str, str], None] = lambda name, address, site: None
+    """Called with a node that cannot be reached, with the address that it has announced, and with its site, if it may
+    be reached there."""
     on_relay: Callable[[str, RelayInfo | None], None] = lambda name, info: None
     """Called with a relay that has come, and what it may carry, or that is gone (None)."""
     on_apart: Callable[[str, str], None] = lambda a, b: None
@@ -97,6 +98,9 @@ class Listener:
     """Node → the secret of the streams that it opens, if it cannot be reached."""
     _calls: dict[str, tuple[float, list[Message]]] = field(init=False, default_factory=dict)
     """Node that has not been reached yet → until when it is called, and what was sent to it meanwhile."""
+    _sites: dict[str, tuple[str, str]] = field(init=False, default_factory=dict)
+    """Node that cannot be reached from here → its site, which is the address that its calls come from, and where it
+    listens. Machines behind one router have one site, and reach each other there."""
     _requested_at: dict[tuple[str, str], float] = field(init=False, default_factory=dict)
     """Node and peer → when the node last asked to be called by it."""
     _apart: set[frozenset[str]] = field(init=False, default_factory=set)
@@ -117,8 +121,9 @@ class Listener:
         self._apart = {pair for pair in self._apart if name not in pair}
         self._disconnected.pop(name, None)
         self.fence.joined(name)
+        self._sites.pop(name, None)
         if address == OUT_ONLY:
-            self.on_out_only(name, address)
+            self.on_out_only(name, address, "")
         else:
             self._calls[name] = time.monotonic() + REACHED_S, []
         self._tell_others(name)
@@ -135,7 +140,7 @@ class Listener:
     def pairs_apart(self) -> list[frozenset[str]]:
         """Pairs of connected nodes of which neither can call the other."""
         out_only = [name for name, address in self.addresses.items() if address == OUT_ONLY]
-        pairs = {frozenset(pair) for pair in combinations(out_only, 2)}
+        pairs = {frozenset((a, b)) for a, b in combinations(out_only, 2) if not self._address_at_site(a, b)}
         return sorted(pairs | {pair for pair in self._apart if pair <= self.addresses.keys()}, key=sorted)
 
     @property
@@ -161,10 +166,16 @@ class Listener:
         """Address and public key of each node, as `PeerUpdate` has them; without the address of one that the receiver
         meets at a relay."""
         met = {name for pair in self._apart if receiver in pair for name in pair & self.addresses.keys()}
+        addresses = {name: self._address_at_site(name, receiver) or self.addresses.get(name, "") for name in names}
         return {
-            name: [OUT_ONLY if name in met and self.relays else self.addresses.get(name, ""), self.publics.get(name)]
-            for name in names
+            name: [OUT_ONLY if name in met and self.relays else address, self.publics.get(name)]
+            for name, address in addresses.items()
         }
+
+    def _address_at_site(self, name: str, receiver: str) -> str:
+        """Where a node that cannot be called from here listens, if the receiver is such a node of the same site."""
+        site, address = self._sites.get(name, ("", ""))
+        return address if site and site == self._sites.get(receiver, ("", ""))[0] else ""
 
     def send(self, name: str, control: ControlMessage) -> None:
         self.send_message(name, stamped(to_json(control), self.fence.stamp(name)))
@@ -278,16 +289,22 @@ class Listener:
             return False
         log.warning("'%s' cannot be called at %s: it calls others instead", name, self.addresses[name])
         announced, self.addresses[name] = self.addresses[name], OUT_ONLY
+        site = self.mailbox.host_of(name)
+        if site and not is_loopback(site):  # all that comes through a tunnel comes from here
+            self._sites[name] = site, announced
         self._open(name, OUT_ONLY)
         for message in sent:
             self.send_message(name, message)
         self._tell_others(name)
-        self.on_out_only(name, announced)
+        here = [other for other in self.addresses if other != name and self._address_at_site(other, name)]
+        if here:
+            self.send(name, PeerUpdate(self.peer_addresses(here, name)))
+        self.on_out_only(name, announced, self._sites.get(name, ("", ""))[0])
         return True
 
     def _pass_on(self, name: str, request: RequestCallback) -> None:
         """A node cannot reach another: have that one call it, if it can be called, or both meet at a relay."""
-        address = self.addresses.get(name, OUT_ONLY)
+        address = self._address_at_site(name, request.peer) or self.addresses.get(name, OUT_ONLY)
         if request.peer not in self.addresses.keys() - {name}:
             return
         self._requested_at[name, request.peer] = time.monotonic()

@@ -88,7 +88,7 @@ class GatewayThread:
             node_config.stage_of,
             publics,
             host=self,
-            on_out_only=lambda name, _: self._avoid_links(name),
+            on_out_only=lambda name, *_: self._avoid_links(name),
             on_relay=lambda *_: self._relays_changed(),
             on_apart=lambda *_: self._relays_changed(),
             node_config=node_config.to_json(),

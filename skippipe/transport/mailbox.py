@@ -154,6 +154,10 @@ class Mailbox:
         """Is there a connection to this peer, or an attempt that goes on?"""
         return peer in self._outgoing
 
+    def host_of(self, peer: str) -> str:
+        """The address that messages of this peer come from; empty if none has come."""
+        return self._incoming.host_of.get(peer, "")
+
     @property
     def answered(self) -> frozenset[str]:
         """Peers at whose addresses a machine has answered, connected or not."""

@@ -41,6 +41,8 @@ class Receiver:
         self.auth = ZapAuth()
         self.malformed: Counter[str] = Counter()
         self.received_bytes: Counter[str] = Counter()
+        self.host_of: dict[str, str] = {}
+        """Peer → the address that its messages come from."""
         self._settings = settings
         self._curve = keys is not None
         self._limits = limits
@@ -128,6 +130,7 @@ class Receiver:
         peer = known.by_key(str(first.get("User-Id"))) if self._curve else known.by_name(claimed)
         if peer is None:
             return
+        self.host_of[peer] = str(first.get("Peer-Address"))
         try:
             if claimed != peer:
                 raise Malformed(f"the sender says it is {claimed!a}, but its key is that of '{peer}'")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skippipe.cluster import Cluster, with_relay
+from skippipe.cluster import Cluster, Node, with_relay
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text
 from skippipe.presets import PRESETS, data, preset, random_cluster, regions
@@ -177,3 +177,25 @@ def test_what_goes_through_a_relay_at_once_is_no_more_than_it_carries(cluster: C
             assert found.nodes[a] == cluster.nodes[a], "its upload is for other links, too"
     assert len(among) < 2 or carried <= max(rate, len(among)) * (1 + 1e-9)
     assert with_relay(found, pairs, rate) == found
+
+
+def test_what_some_cannot_send_through_a_relay_is_for_the_others() -> None:
+    """Three nodes with uploads of 2, 20 and 100 bytes a second, and a relay that carries 62."""
+    every = np.full((3, 3), 1000.0)
+    nodes = tuple(Node(f"n{each}", "here", 1e9, 2**30, upload) for each, upload in enumerate((2.0, 20.0, 100.0)))
+    pairs = {frozenset(pair) for pair in combinations(range(3), 2)}
+    found = with_relay(Cluster("c", nodes, 0 * every, every), pairs, 62.0)
+    assert [node.upload_bytes_per_s for node in found.nodes] == [2.0, 20.0, 40.0]
+    wide = with_relay(Cluster("c", nodes, 0 * every, every), pairs, 122.0)
+    assert wide == Cluster("c", nodes, 0 * every, every), "it takes all that they can send"
+    limited = with_relay(Cluster("c", nodes, 0 * every, every), pairs, inf, 30.0)
+    assert [node.upload_bytes_per_s for node in limited.nodes] == [2.0, 20.0, 30.0]
+
+
+def test_links_through_a_relay_divide_what_it_carries_beside_others() -> None:
+    """Of the four nodes one can be called, so the others' uploads are not for the relay alone."""
+    rates = np.array([[0, 5, 100, 7], [100, 0, 100, 7], [100, 100, 0, 7], [7, 7, 7, 0]], dtype=float)
+    nodes = tuple(Node(f"n{each}", "here", 1e9, 2**30) for each in range(4))
+    pairs = {frozenset(pair) for pair in combinations(range(3), 2)}
+    found = with_relay(Cluster("c", nodes, 0 * rates, rates), pairs, 120.0).bandwidth_bytes_per_s
+    assert found.tolist() == [[0, 5, 35, 7], [20, 0, 20, 7], [20, 20, 0, 7], [7, 7, 7, 0]]

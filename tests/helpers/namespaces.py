@@ -98,32 +98,38 @@ class Machine:
 
 @contextmanager
 def neighbours(
-    root: Path, names: Sequence[str], environment: Mapping[str, str], at_home: Sequence[str] = ()
+    root: Path, names: Sequence[str], environment: Mapping[str, str], at_home: Sequence[Sequence[str]] = ()
 ) -> Iterator[list[Machine]]:
     """Machines that reach each other: 10.0.0.1, 10.0.0.2, … in the order of their names, and fd00::1, fd00::2, …
 
-    Each of those at home is 192.168.1.2 behind a router of its own, and that address is the router's: it can call the
-    others, and they cannot call it.
+    Those of one home are 192.168.1.2, 192.168.1.3, … behind a router, which has the address of the first of them: they
+    can call the others, and each other, and the others cannot call them.
     """
     homes = {name: root / name for name in names}
     with ExitStack() as stack:
         switch = _namespace(stack, ["ip link add switch type bridge", "ip link set switch up"])
         machines = []
+        routers = {people: _namespace(stack, ["ip link set lo up"]) for people in map(tuple, at_home)}
+        for people, router in routers.items():
+            number = names.index(people[0]) + 1
+            _plug_in(switch, f"home{number}", router, "wan", f"10.0.0.{200 + number}/24")
+            _run(switch, f"ip link set home{number} master switch up")
+            for line in ("link add lan type bridge", "addr add 192.168.1.1/24 dev lan", "link set lan up"):
+                _run(router, f"ip {line}")
+            _translate(stack, router, f"10.0.0.{number}")
         for number, (name, home) in enumerate(homes.items(), 1):
             home.mkdir(exist_ok=True)
             hidden = [f"mkdir -p {each} && mount -t tmpfs none {each}" for each in homes.values() if each != home]
             inside = _namespace(stack, ["ip link set lo up", *hidden])
-            if name in at_home:
-                router = _namespace(stack, ["ip link set lo up"])
-                _plug_in(switch, name, router, "wan", f"10.0.0.{200 + number}/24")
-                _plug_in(router, "lan", inside, "eth0", "192.168.1.2/24")
-                for line in ("ip addr add 192.168.1.1/24 dev lan", "ip link set lan up"):
-                    _run(router, line)
-                _run(inside, "ip route add default via 192.168.1.1")
-                _translate(stack, router, f"10.0.0.{number}")
+            for people, router in routers.items():
+                if name in people:
+                    _plug_in(router, name, inside, "eth0", f"192.168.1.{2 + people.index(name)}/24")
+                    _run(router, f"ip link set {name} master lan up")
+                    _run(inside, "ip route add default via 192.168.1.1")
+                    break
             else:
                 _plug_in(switch, name, inside, "eth0", f"10.0.0.{number}/24", f"fd00::{number}/64")
-            _run(switch, f"ip link set {name} master switch up")
+                _run(switch, f"ip link set {name} master switch up")
             machines.append(Machine(home, environment, _entering(inside)))
             stack.callback(machines[-1].switch_off)
         yield machines

@@ -44,12 +44,13 @@ key = "cluster/coordinator.key"
 
 @dataclass
 class Street:
-    """Ann has the coordinator; Bob is at home, behind a router; Carol and Dan are in the open."""
+    """Ann has the coordinator; Bob and Erin are at home, behind one router; Carol and Dan are in the open."""
 
     ann: Machine
     bob: Machine
     carol: Machine
     dan: Machine
+    erin: Machine
 
     def job(self, *names: str) -> None:
         node = {"location": "here", "flops_per_s": 1e11, "memory_bytes": 2**33}
@@ -92,7 +93,9 @@ class Street:
 def street(tmp_path: Path) -> Iterator[Street]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("XDG")}
     environment = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKIPPIPE_PURE_PYTHON": "1"}
-    with neighbours(tmp_path, ["ann", "bob", "carol", "dan"], environment, at_home=["bob"]) as machines:
+    with neighbours(
+        tmp_path, ["ann", "bob", "carol", "dan", "erin"], environment, at_home=[["bob", "erin"]]
+    ) as machines:
         yield Street(*machines)
 
 
@@ -117,6 +120,19 @@ def test_a_machine_behind_a_home_router_joins_by_invitation_and_trains(street: S
     street.is_trained(run, bob, carol)
     assert [each for each in street.events("joined") if "cannot be called at 192.168.1.2:" in each]
     assert not [each for each in street.events("joined") if "cannot be called at" in each and "fd00::3" in each]
+
+
+def test_two_machines_behind_one_router_reach_each_other_without_a_relay(street: Street) -> None:
+    """Neither can be called from outside, and every stage has one node alone: each microbatch goes from one to the
+    other and back."""
+    street.job("bob", "erin")
+    invited = {name: street.invite(name) for name in ("bob", "erin")}
+    run = street.ann.start(f"{SKIPPIPE} train job.toml")
+    run.says("waiting for 2 nodes", within_s=READY_S)
+    bob, erin = street.node(street.bob, invited["bob"]), street.node(street.erin, invited["erin"])
+    street.is_trained(run, bob, erin)
+    for address in ("192.168.1.2:", "192.168.1.3:"):
+        assert [each for each in street.events("joined") if f"cannot be called at {address}" in each]
 
 
 def test_a_closed_port_and_a_blocked_coordinator(street: Street) -> None:

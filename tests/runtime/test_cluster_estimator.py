@@ -167,6 +167,16 @@ def test_nodes_that_cannot_meet_are_kept_apart_or_named() -> None:
     assert harness.coordinator.failure.startswith("nodes 'n0' and 'n1' can only call out, so they cannot reach each")
 
 
+def test_nodes_behind_one_router_meet_there_without_a_relay() -> None:
+    """Those of another site, or of none that is known, do not."""
+    plan = plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    coordinator = out_only(plan).coordinator
+    for node, site in enumerate(("198.51.100.7", "203.0.113.1", "198.51.100.7", "")):
+        coordinator.on_reach(node, f"192.168.1.{node}:5556", site)
+    found = coordinator._replanner.estimator.apart()
+    assert found == {frozenset(pair) for pair in combinations(range(4), 2)} - {frozenset({0, 2})}
+
+
 def test_nodes_that_only_call_out_wait_for_a_relay_and_for_its_return() -> None:
     """Nobody is evicted when it is gone: the iteration begins again when it is back, and the plan stays as it is."""
     plan = plan_of(4, ((0, 1), (2, 3)), ((0, 2), (1, 3)))
@@ -226,9 +236,17 @@ def test_plans_count_on_what_a_relay_carries() -> None:
     nodes = range(len(plan.cluster))
     pairs = {frozenset(pair) for pair in combinations(nodes, 2)}
     rates = {"hub": RelayInfo("10.0.0.1:5560", 1e4, inf, 0), "spare": RelayInfo("10.0.0.2:5560", 2e4, inf, 0)}
-    estimator = ClusterEstimator(plan, plan.cluster, 0, set(nodes), rates)
+    estimator = ClusterEstimator(plan, plan.cluster, 0, dict.fromkeys(nodes, ""), rates)
     found = estimator.cluster(0, speeds=False)
     assert found == with_relay(plan.cluster, pairs, 3e4) != plan.cluster
-    assert ClusterEstimator(replace(plan, cluster=found), found, 0, set(nodes), rates).cluster(0, speeds=False) is None
+    assert (
+        ClusterEstimator(replace(plan, cluster=found), found, 0, dict.fromkeys(nodes, ""), rates).cluster(
+            0, speeds=False
+        )
+        is None
+    )
     rates["hub"] = RelayInfo("10.0.0.1:5560", inf, inf, 0)
     assert estimator.cluster(0, speeds=False) is None
+    rates["hub"] = RelayInfo("10.0.0.1:5560", inf, 5e3, 0)
+    rates["spare"] = RelayInfo("10.0.0.2:5560", inf, 4e3, 0)
+    assert estimator.cluster(0, speeds=False) == with_relay(plan.cluster, pairs, inf, 5e3) != plan.cluster

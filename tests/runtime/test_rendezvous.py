@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from contextlib import closing, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from threading import Thread
 
 import pytest
@@ -13,7 +14,15 @@ from skippipe import __version__
 from skippipe.runtime import rendezvous as rendezvous_module
 from skippipe.runtime.fencing import Incarnation, stamped
 from skippipe.runtime.message_json import from_json, to_json
-from skippipe.runtime.messages import CallBack, ControlMessage, Heartbeat, Hello, RequestCallback
+from skippipe.runtime.messages import (
+    CallBack,
+    CallFailed,
+    ControlMessage,
+    Heartbeat,
+    Hello,
+    PeerUpdate,
+    RequestCallback,
+)
 from skippipe.runtime.node import agent
 from skippipe.runtime.node.agent import THE_COORDINATOR, node_main
 from skippipe.runtime.rendezvous import Rendezvous
@@ -89,7 +98,7 @@ def test_a_node_that_cannot_be_called_gets_all_that_was_sent_to_it(
     monkeypatch.setattr(agent, "CALLBACK_S", 0.3)
     nowhere = f"127.0.0.1:{free_port('127.0.0.1')}"
     recorder, ended = Recorder(), list[str]()
-    found: list[tuple[str, str]] = []
+    found: list[tuple[str, str, str]] = []
     with closing(Mailbox(THE_COORDINATOR, None, security="none")) as coordinator:
         rendezvous = Rendezvous(
             coordinator,
@@ -110,7 +119,7 @@ def test_a_node_that_cannot_be_called_gets_all_that_was_sent_to_it(
             rendezvous.poll()
         node.join(DEADLINE_S)
     assert [event for event in recorder.events if "joined" in event or "refused" in event] == ["n0 joined"]
-    assert found == [("n0", nowhere if listens else OUT_ONLY)]
+    assert found == [("n0", nowhere if listens else OUT_ONLY, "")]
     assert "needs a node for 'none of its roles'" in ended[0]
 
 
@@ -151,6 +160,61 @@ def test_a_request_to_be_called_reaches_the_peer_and_only_from_one_that_can_be_c
     assert calls == [CallBack("n0", f"{split_address(n0.address)[0]}:4711", "56" * 32)]
 
 
+def test_two_nodes_of_one_site_are_told_where_they_listen_though_the_coordinator_cannot_call_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """n0 and n1 announce addresses at which the coordinator reaches nobody; n2 listens nowhere."""
+    monkeypatch.setattr(rendezvous_module, "REACHED_S", 0.1)
+    monkeypatch.setattr(rendezvous_module, "is_loopback", lambda _: False)
+    nowhere = {name: f"127.0.0.1:{free_port('127.0.0.1')}" for name in ("n0", "n1")}
+    names, sites = ("n0", "n1", "n2"), dict[str, str]()
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(closing(Mailbox(THE_COORDINATOR, None, security="none")))
+        boxes = {
+            name: stack.enter_context(closing(Mailbox(name, None, security="none", listen=OUT_ONLY))) for name in names
+        }
+        lives = {name: Incarnation(number) for number, name in enumerate(names, 1)}
+        rendezvous = Rendezvous(
+            coordinator,
+            names,
+            dict.fromkeys(names),
+            host=Recorder(),
+            on_out_only=lambda name, _, site: sites.update({name: site}),
+            node_config={"kind": "test"},
+            timeout_s=60,
+        )
+        told: dict[str, dict[str, str]] = {name: {} for name in names}
+
+        def say(name: str, control: ControlMessage) -> None:
+            boxes[name].send(THE_COORDINATOR, stamped(to_json(control), lives[name].stamp()))
+
+        def until(done: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + DEADLINE_S
+            while not done():
+                assert time.monotonic() < deadline, told
+                rendezvous.poll()
+                for name, box in boxes.items():
+                    for each in (from_json(received.message.body) for received in box.receive(0.01)):
+                        if isinstance(each, PeerUpdate):
+                            told[name] |= {peer: found[0] for peer, found in each.peers.items()}
+                        if isinstance(each, CallBack):
+                            told[name][f"call {each.peer}"] = each.address
+
+        for name, box in boxes.items():
+            box.allow(THE_COORDINATOR, None)
+            box.connect(THE_COORDINATOR, coordinator.address, None)
+            say(name, Hello(nowhere.get(name, OUT_ONLY), __version__, callback="ab" * 32))
+            box.be_callable(coordinator.address, bytes.fromhex("ab" * 32))
+        until(lambda: len(sites) == 3 and told["n0"].get("n1") == nowhere["n1"] and "n0" in told["n2"])
+        until(lambda: told["n1"].get("n0") == nowhere["n0"] and told["n2"]["n0"] == OUT_ONLY)
+        assert sites == {"n0": "127.0.0.1", "n1": "127.0.0.1", "n2": ""}
+        assert rendezvous.pairs_apart() == [frozenset({"n0", "n2"}), frozenset({"n1", "n2"})]
+        say("n1", RequestCallback("n0", "12" * 32, 4711))
+        until(lambda: told["n0"].get("call n1") == "127.0.0.1:4711")
+        say("n0", CallFailed("n1"))  # they have the address of one router, and are not behind one
+        until(lambda: len(rendezvous.pairs_apart()) == 3)
+
+
 class Busy:
     """A machine that takes connections and says nothing, for as long as the test goes on."""
 
@@ -187,7 +251,7 @@ def test_a_node_that_is_too_busy_for_a_handshake_is_neither_out_only_nor_called_
             ["n0"],
             {"n0": None},
             host=recorder,
-            on_out_only=lambda name, _: out_only.append(name),
+            on_out_only=lambda name, *_: out_only.append(name),
             node_config={"kind": "test"},
             timeout_s=0.3,
         )

@@ -33,14 +33,15 @@ class ClusterEstimator:
         plan: Plan,
         full: Cluster,
         now_ns: int,
-        out_only: Set[int] = frozenset(),
+        out_only: Mapping[int, str] | None = None,
         relays: Mapping[str, RelayInfo] | None = None,
         apart: Set[frozenset[int]] = frozenset(),
     ) -> None:
         """`full` is the cluster with all its links; those that the plan does without are down for a while. `out_only`
-        has at any time the nodes that cannot be called: no two of them can meet, unless there are `relays`. `apart`
-        has other pairs that meet at relays; without one, their links are down like any that fail."""
-        self._out_only = out_only
+        has at any time the nodes that cannot be called, and their sites: two of them cannot meet, unless they are of
+        one site or there are `relays`. `apart` has other pairs that meet at relays; without one, their links are down
+        like any that fail."""
+        self._out_only = out_only if out_only is not None else {}
         self._apart = apart
         self._relays = relays if relays is not None else {}
         self._down: dict[frozenset[int], tuple[int, int]] = {}
@@ -74,7 +75,9 @@ class ClusterEstimator:
         return frozenset() if self._relays else self._out_only_pairs()
 
     def _out_only_pairs(self) -> frozenset[frozenset[int]]:
-        return frozenset(frozenset(pair) for pair in combinations(sorted(self._out_only), 2))
+        sites = self._out_only
+        pairs = combinations(sorted(sites), 2)
+        return frozenset(frozenset((a, b)) for a, b in pairs if not sites[a] or sites[a] != sites[b])
 
     def relayed_pairs(self) -> frozenset[frozenset[int]]:
         """Pairs that meet at relays, if there are any."""
@@ -165,10 +168,11 @@ class ClusterEstimator:
 
     def _within_relays(self, cluster: Cluster) -> Cluster:
         """What pairs that meet at relays have of each other, through those that there are."""
-        if not self._relays or isinf(total := sum(each.bytes_per_s for each in self._relays.values())):
+        if not self._relays:
             return cluster
+        total = sum(each.bytes_per_s for each in self._relays.values())
         of_node = max(each.node_bytes_per_s for each in self._relays.values())
-        return with_relay(cluster, self.relayed_pairs(), total, of_node)
+        return cluster if isinf(min(total, of_node)) else with_relay(cluster, self.relayed_pairs(), total, of_node)
 
     def _estimate_node(self, index: int) -> Node:
         node = self._plan.cluster.nodes[index]

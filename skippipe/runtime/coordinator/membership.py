@@ -54,8 +54,9 @@ class Membership:
     members: dict[int, Member] = field(default_factory=dict)
     ids: Iterator[int] = field(default_factory=lambda: count(1))
     """Ids for orders that are answered later: no two of a run are the same."""
-    out_only: set[int] = field(default_factory=set)
-    """Members that call others and cannot be called."""
+    out_only: dict[int, str] = field(default_factory=dict)
+    """Members that call others and cannot be called; with the site of each, at which others of that site can call it,
+    or empty."""
     apart: set[frozenset[int]] = field(default_factory=set)
     """Other pairs of members of which neither can call the other."""
     relays: dict[str, RelayInfo] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Membership:
 
     def remove(self, node: int) -> None:
         del self.members[node]
-        self.out_only.discard(node)
+        self.out_only.pop(node, None)
         self.apart -= {pair for pair in self.apart if node in pair}
 
     def name(self, node: int) -> str:

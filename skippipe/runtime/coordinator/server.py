@@ -222,8 +222,8 @@ class CoordinatorServer:
     def _on_reached(self, name: str) -> None:
         self._machine.on_reach(self._numbers[name], None)
 
-    def _on_out_only(self, name: str, address: str) -> None:
-        self._machine.on_reach(self._numbers[name], "" if address == OUT_ONLY else address)
+    def _on_out_only(self, name: str, address: str, site: str) -> None:
+        self._machine.on_reach(self._numbers[name], "" if address == OUT_ONLY else address, site)
 
     def _on_malformed(self, name: str, what: str) -> None:
         self._machine.on_malformed(self._numbers[name], what)

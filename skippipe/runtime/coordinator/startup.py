@@ -55,13 +55,13 @@ class Startup:
         else:
             self.prepare_if_complete()
 
-    def reach_known(self, node: int, unanswered: str | None) -> None:
+    def reach_known(self, node: int, unanswered: str | None, site: str) -> None:
         """It is known whether a node can be called; if not, at which address nobody answers."""
         joining = self.context.state is CoordinatorState.JOINING
         if unanswered is None:
-            self.membership.out_only.discard(node)
+            self.membership.out_only.pop(node, None)
         else:
-            self.membership.out_only.add(node)
+            self.membership.out_only[node] = site
             self.replanner.changed |= not joining
             where = f" at {unanswered}" if unanswered else ""
             self.context.log_event("joined", f"cannot be called{where}: it calls the others", node)

@@ -224,9 +224,10 @@ class Coordinator:
         """A node has sent a message that cannot be read; it is dropped."""
         self.log_event("refused", f"sends malformed messages, later ones are only counted: {what}", node)
 
-    def on_reach(self, node: int, unanswered: str | None) -> None:
-        """A node can be called; or it cannot: where it says it is nobody answers, or it has said so itself (empty)."""
-        self._startup.reach_known(node, unanswered)
+    def on_reach(self, node: int, unanswered: str | None, site: str = "") -> None:
+        """A node can be called; or it cannot: where it says it is nobody answers, or it has said so itself (empty).
+        Others of its site may still reach it there."""
+        self._startup.reach_known(node, unanswered, site)
 
     def on_relay(self, name: str, info: RelayInfo | None) -> None:
         self._startup.relay_known(name, info)
