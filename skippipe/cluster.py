@@ -228,7 +228,8 @@ def _max_min_fair(wanted: Matrix, total: float) -> Matrix:
         return wanted
     rising = np.sort(wanted)
     levels = (total - np.concatenate([[0.0], np.cumsum(rising)[:-1]])) / np.arange(len(wanted), 0, -1)
-    return np.minimum(wanted, levels[np.argmax(rising >= levels)])
+    found: Matrix = np.minimum(wanted, levels[np.argmax(rising >= levels)])
+    return found
 
 
 def _node_json(node: Node) -> dict[str, Any]:
