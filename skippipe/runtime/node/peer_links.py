@@ -48,17 +48,21 @@ class PeerLinks:
             address, public = found if isinstance(found, list) and len(found) == 2 else ("", None)
             if name not in known or name == self._name or not isinstance(address, str):
                 continue
-            moved = self._peers.get(name, ("", None))[0] != address
+            before, _ = self._peers.get(name, ("", None))
             back = address == OUT_ONLY and name not in self._mailbox.connected  # it has no address that would differ
-            if moved:
+            if address != before:
                 self._broken_since.pop(name, None)
-            if (moved or back) and name in self._linked:
+            unlinked = (address != before or back) and name in self._linked
+            if unlinked:
                 self._unlink(name)
             self._peers[name] = address, public
-            if public is not None or self._mailbox.security == "none":
-                self._mailbox.allow(name, public)
-            else:  # its key was revoked
+            if public is None and self._mailbox.security != "none":  # its key was revoked
                 self._mailbox.forbid(name)
+                continue
+            self._mailbox.allow(name, public)
+            if unlinked and address and OUT_ONLY in (address, before):
+                self.connect(name)  # another way to the same peer, which may have less than it was sent
+                self._broken_since.setdefault(name, time.monotonic())
 
     def connect(self, name: str) -> None:
         """Connect to a peer whose address is known, unless there is a connection."""
