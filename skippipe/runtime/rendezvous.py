@@ -122,6 +122,7 @@ class Listener:
         self._disconnected.pop(name, None)
         self.fence.joined(name)
         self._sites.pop(name, None)
+        self._calls.pop(name, None)
         if address == OUT_ONLY:
             self.on_out_only(name, address, "")
         else:

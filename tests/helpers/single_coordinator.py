@@ -92,6 +92,8 @@ class RecordingEnv(Callback):
     epoch: int = 0
     data_nodes: dict[int, int] = field(default_factory=dict)
     """Lane → its data node, if that is another than planned."""
+    called: set[int] = field(default_factory=set)
+    """Nodes of which it is not known yet whether they can be called."""
     collections: dict[int, int] = field(default_factory=dict)
     """Node → the id of its last request for a piece."""
 
@@ -102,8 +104,8 @@ class RecordingEnv(Callback):
         self.log.append(("connect", node, address))
         return True
 
-    def is_called(self, node: int) -> bool:  # noqa: ARG002
-        return False
+    def is_called(self, node: int) -> bool:
+        return node in self.called
 
     def disconnect(self, node: int) -> None:
         self.log.append(("disconnect", node))

@@ -414,6 +414,19 @@ def test_a_restarted_coordinator_waits_for_all_nodes_and_begins_with_a_higher_ep
     assert harness.env.wal[-1]["steps"] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("unanswered", [None, "192.168.1.7:5556"])
+def test_a_restarted_coordinator_goes_on_as_soon_as_it_knows_how_to_reach_the_last_node(unanswered: str | None) -> None:
+    """All have said hello, and it is still being found out whether one of them can be called."""
+    harness = started_again()
+    harness.env.called.add(3)
+    for node in range(6):
+        harness.send(node, at(2, NodePhase.RUNNING))
+    assert is_now(harness.coordinator, CoordinatorState.REJOINING)
+    harness.env.called.clear()
+    harness.coordinator.on_reach(3, unanswered)
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
+
+
 def test_nodes_that_have_not_received_the_last_commit_get_it_again() -> None:
     harness = started_again()
     for node in range(6):

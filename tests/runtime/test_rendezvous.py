@@ -200,11 +200,11 @@ def test_two_nodes_of_one_site_are_told_where_they_listen_though_the_coordinator
                         if isinstance(each, CallBack):
                             told[name][f"call {each.peer}"] = each.address
 
-        for name, box in boxes.items():
+        for (name, box), secret in zip(boxes.items(), ("ab", "cd", "ef"), strict=True):
             box.allow(THE_COORDINATOR, None)
             box.connect(THE_COORDINATOR, coordinator.address, None)
-            say(name, Hello(nowhere.get(name, OUT_ONLY), __version__, callback="ab" * 32))
-            box.be_callable(coordinator.address, bytes.fromhex("ab" * 32))
+            say(name, Hello(nowhere.get(name, OUT_ONLY), __version__, callback=secret * 32))
+            box.be_callable(coordinator.address, bytes.fromhex(secret * 32))
         until(lambda: len(sites) == 3 and told["n0"].get("n1") == nowhere["n1"] and "n0" in told["n2"])
         until(lambda: told["n1"].get("n0") == nowhere["n0"] and told["n2"]["n0"] == OUT_ONLY)
         assert sites == {"n0": "127.0.0.1", "n1": "127.0.0.1", "n2": ""}

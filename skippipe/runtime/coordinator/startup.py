@@ -50,10 +50,7 @@ class Startup:
     def joined(self, node: int, hello: Hello) -> None:
         if self.context.state is CoordinatorState.REJOINING:
             self._hellos[node] = hello
-            if not self.missing:
-                self.finish_rejoin()
-        else:
-            self.prepare_if_complete()
+        self._go_on_if_complete()
 
     def reach_known(self, node: int, unanswered: str | None, site: str) -> None:
         """It is known whether a node can be called; if not, at which address nobody answers."""
@@ -65,8 +62,8 @@ class Startup:
             self.replanner.changed |= not joining
             where = f" at {unanswered}" if unanswered else ""
             self.context.log_event("joined", f"cannot be called{where}: it calls the others", node)
-        if joining and node in self.membership:
-            self.prepare_if_complete()
+        if unanswered != "" and node in self.membership:  # one that says so itself is just joining
+            self._go_on_if_complete()
 
     def relay_known(self, name: str, info: RelayInfo | None) -> None:
         """A relay has come, or is gone (None)."""
@@ -125,6 +122,13 @@ class Startup:
             self.context.await_last_step(stepped)
         else:
             self.commits.restart("the coordinator was restarted")
+
+    def _go_on_if_complete(self) -> None:
+        """Of what nodes there are, and how they are reached, more is known than before."""
+        if self.context.state is CoordinatorState.JOINING:
+            self.prepare_if_complete()
+        elif self.context.state is CoordinatorState.REJOINING and not self.missing:
+            self.finish_rejoin()
 
     def prepare_if_complete(self) -> None:
         """Once all nodes are connected they build their stages and, if the run is resumed, fetch the checkpoint."""
