@@ -36,7 +36,7 @@ from skippipe.runtime.messages import (
     Welcome,
 )
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, RelayInfo, RelayPool
-from skippipe.transport.addresses import is_loopback, join_address, split_all
+from skippipe.transport.addresses import join_address, site_of, split_all
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, Received
 from skippipe.transport.relay import CALLEE, CALLER
@@ -99,8 +99,8 @@ class Listener:
     _calls: dict[str, tuple[float, list[Message]]] = field(init=False, default_factory=dict)
     """Node that has not been reached yet → until when it is called, and what was sent to it meanwhile."""
     _sites: dict[str, tuple[str, str]] = field(init=False, default_factory=dict)
-    """Node that cannot be reached from here → its site, which is the address that its calls come from, and where it
-    listens. Machines behind one router have one site, and reach each other there."""
+    """Node that cannot be reached from here → its site, by the address that its calls come from, and where it listens.
+    Machines behind one router have one site, and reach each other there."""
     _requested_at: dict[tuple[str, str], float] = field(init=False, default_factory=dict)
     """Node and peer → when the node last asked to be called by it."""
     _apart: set[frozenset[str]] = field(init=False, default_factory=set)
@@ -290,9 +290,7 @@ class Listener:
             return False
         log.warning("'%s' cannot be called at %s: it calls others instead", name, self.addresses[name])
         announced, self.addresses[name] = self.addresses[name], OUT_ONLY
-        site = self.mailbox.host_of(name)
-        if site and not is_loopback(site):  # all that comes through a tunnel comes from here
-            self._sites[name] = site, announced
+        self._sites[name] = site_of(self.mailbox.host_of(name)), announced
         self._open(name, OUT_ONLY)
         for message in sent:
             self.send_message(name, message)

@@ -14,7 +14,7 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from ipaddress import ip_address
+from ipaddress import IPv6Address, IPv6Network, ip_address
 from typing import TypeAlias
 
 import zmq
@@ -184,6 +184,20 @@ def callback_ports(port: int) -> tuple[int, ...]:
 
 def endpoint(host: str, port: int | str) -> str:
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+
+def site_of(host: str) -> str:
+    """What the addresses of one site have in common, as others see them: behind a router all of it (IPv4), or the
+    network (IPv6, its first 64 bits); empty for loopback, where tunnels end, and for what is no address."""
+    try:
+        found = ip_address(host)
+    except ValueError:
+        return ""
+    if isinstance(found, IPv6Address):
+        found = found.ipv4_mapped or found
+    if found.is_loopback:
+        return ""
+    return str(IPv6Network((int(found) >> 64 << 64, 64))) if isinstance(found, IPv6Address) else str(found)
 
 
 def is_loopback(host: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 from skippipe.errors import UserError
 from skippipe.transport import sender, streams
-from skippipe.transport.addresses import free_port, join_address, split_address, split_all, tcp_server
+from skippipe.transport.addresses import free_port, join_address, site_of, split_address, split_all, tcp_server
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox, QueueFull
 from skippipe.transport.streams import dial
@@ -49,6 +49,22 @@ def test_a_node_has_eight_addresses_at_most() -> None:
     assert len(split_all("a:1, b:1,a:1")) == 2
     with pytest.raises(UserError, match="9 addresses; at most 8"):
         split_all(",".join(f"a:{port}" for port in range(9)))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("198.51.100.7", "198.51.100.7", True),
+        ("198.51.100.7", "198.51.100.8", False),
+        ("198.51.100.7", "::ffff:198.51.100.7", True),
+        ("::ffff:198.51.100.7", "::ffff:198.51.100.8", False),
+        ("2001:db8:1:2::5", "2001:db8:1:2:9::7", True),
+        ("2001:db8:1:2::5", "2001:db8:1:3::5", False),
+    ],
+)
+def test_who_is_at_one_site(one: str, other: str, same: bool) -> None:
+    assert (site_of(one) == site_of(other)) is same
+    assert [site_of(host) for host in ("127.0.0.1", "::1", "::ffff:127.0.0.1", "")] == [""] * 4
 
 
 def test_a_silent_address_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
