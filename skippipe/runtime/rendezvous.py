@@ -47,6 +47,7 @@ CLOSE_LINGER_S = 1.0  # for the last messages to leave
 REACHED_S = 5.0  # for a node to be reached at the address that it announces; then it has to call
 NOT_THE_NODE = (LossReason.HANDSHAKE, LossReason.FOREIGN)  # another machine has this address here
 TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+APART_S = (60.0, 3600.0)  # until two nodes that cannot call each other try again: at first, and at most
 REQUESTED_S = 10.0  # from a request to be called to the report that it failed
 REJOIN_REQUEST_S = 1.0  # from one request to a node that was declared dead to the next
 
@@ -80,8 +81,8 @@ class Listener:
     be reached there."""
     on_relay: Callable[[str, RelayInfo | None], None] = lambda name, info: None
     """Called with a relay that has come, and what it may carry, or that is gone (None)."""
-    on_apart: Callable[[str, str], None] = lambda a, b: None
-    """Called with two nodes of which neither can call the other, as both have said."""
+    on_apart: Callable[[str, str, bool], None] = lambda a, b, apart: None
+    """Called with two nodes of which neither can call the other, as both have said; and when they are to try again."""
     fence: Fence = field(default_factory=lambda: Fence(int(time.time())))
     """Keeps stale messages out. Where nothing tells how many coordinators there were, a clock is a good guess."""
     addresses: dict[str, str] = field(init=False, default_factory=dict)
@@ -103,8 +104,11 @@ class Listener:
     Machines behind one router have one site, and reach each other there."""
     _requested_at: dict[tuple[str, str], float] = field(init=False, default_factory=dict)
     """Node and peer → when the node last asked to be called by it."""
-    _apart: set[frozenset[str]] = field(init=False, default_factory=set)
-    """Pairs of nodes of which neither can call the other, though one or both can be called from here."""
+    _apart: dict[frozenset[str], float] = field(init=False, default_factory=dict)
+    """Pair of nodes of which neither can call the other, though one or both can be called from here → when they are to
+    try again: it may have been for a moment."""
+    _apart_s: dict[frozenset[str], float] = field(init=False, default_factory=dict)
+    """Pair → how long it was or is not to try."""
     relay_names: frozenset[str] = field(init=False, default=frozenset())
     """Members that may join as relays."""
     _pool: RelayPool = field(init=False, default_factory=RelayPool)
@@ -118,7 +122,9 @@ class Listener:
         """Make a node reachable, and tell the others its address; UserError if that is no address."""
         self._open(name, address)
         self.addresses[name] = address
-        self._apart = {pair for pair in self._apart if name not in pair}
+        for pair in [pair for pair in self._apart_s if name in pair]:
+            del self._apart_s[pair]
+            self._apart.pop(pair, None)
         self._disconnected.pop(name, None)
         self.fence.joined(name)
         self._sites.pop(name, None)
@@ -241,6 +247,10 @@ class Listener:
             self.lose_relay(name, f"its connection: {lost.pop(name)}")
         for name in self._pool.silent(time.monotonic()):
             self.lose_relay(name, f"no word for {RELAY_SILENT_S:g} s")
+        for pair in [pair for pair, until in self._apart.items() if time.monotonic() >= until]:
+            del self._apart[pair]
+            self._tell_apart([pair])
+            self.on_apart(*sorted(pair), False)
         for name, (until, _) in list(self._calls.items()):
             if name in connected:
                 del self._calls[name]
@@ -307,7 +317,7 @@ class Listener:
         if request.peer not in self.addresses.keys() - {name}:
             return
         self._requested_at[name, request.peer] = time.monotonic()
-        apart = self.relays and {name, request.peer} in self._apart
+        apart = self.relays and frozenset((name, request.peer)) in self._apart
         if address != OUT_ONLY and request.port and not apart:
             where = [join_address(host, request.port) for host, _ in split_all(address)]
             self.send(request.peer, CallBack(name, ",".join(where), request.token))
@@ -323,10 +333,11 @@ class Listener:
         recent = time.monotonic() < self._requested_at.get((peer, name), -inf) + REQUESTED_S
         if recent and pair <= self.addresses.keys() and pair not in self._apart:
             log.warning("'%s' and '%s' cannot call each other", name, peer)
-            self._apart.add(pair)
+            self._apart_s[pair] = min(2 * self._apart_s.get(pair, APART_S[0] / 2), APART_S[1])
+            self._apart[pair] = time.monotonic() + self._apart_s[pair]
             if self.relays:
                 self._tell_apart([pair])
-            self.on_apart(name, peer)
+            self.on_apart(name, peer, True)
 
     def _tell_apart(self, pairs: Iterable[frozenset[str]]) -> None:
         """Nodes that cannot call each other are told to meet at a relay; or to try again, if there is none."""

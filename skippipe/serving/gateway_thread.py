@@ -90,7 +90,7 @@ class GatewayThread:
             host=self,
             on_out_only=lambda name, *_: self._avoid_links(name),
             on_relay=lambda *_: self._relays_changed(),
-            on_apart=lambda *_: self._relays_changed(),
+            on_apart=self._apart_changed,
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
@@ -206,6 +206,10 @@ class GatewayThread:
         """A node cannot meet others without a relay that it cannot call, and that cannot call it."""
         for other in self._rendezvous.apart_from(name):
             self._scheduler.link_broken(self._node_config.number[name], self._node_config.number[other])
+
+    def _apart_changed(self, a: str, b: str, apart: bool) -> None:
+        change = self._scheduler.link_broken if apart and not self._rendezvous.relays else self._scheduler.link_mended
+        change(self._node_config.number[a], self._node_config.number[b])
 
     def _relays_changed(self) -> None:
         change = self._scheduler.link_mended if self._rendezvous.relays else self._scheduler.link_broken

@@ -215,7 +215,7 @@ def test_two_that_cannot_call_each_other_meet_at_a_relay_and_are_not_to_blame_wi
     coordinator = harness.coordinator
     for node in range(4):
         harness.send(node, Ready())
-    coordinator.on_apart(0, 2)
+    coordinator.on_apart(0, 2, apart=True)
     harness.send(0, LinkDown(2, 1))
     assert coordinator._replanner.estimator.link_reports.add_costly(0, 3, 0) == [3], "the first that counts"
     assert not coordinator.plan.cluster.bandwidth_bytes_per_s[[0, 2], [2, 0]].any()

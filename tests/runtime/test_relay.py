@@ -15,6 +15,7 @@ import pytest
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime import relay as relay_module
+from skippipe.runtime import rendezvous as rendezvous_module
 from skippipe.runtime.fencing import Incarnation, stamped
 from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import CallBack, CallFailed, ControlMessage, Hello, PeerUpdate, RequestCallback
@@ -55,7 +56,7 @@ class Run:
         self.coordinator = self._box(stack, THE_COORDINATOR, "127.0.0.1:0")
         self.nodes = [self._box(stack, name, listen) for name in NODES]
         self.relays: list[tuple[str, RelayInfo | None]] = []
-        self.apart: list[tuple[str, str]] = []
+        self.apart: list[tuple[str, str, bool]] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
         """Node, and what it was told of its peers."""
         self.rendezvous = Rendezvous(
@@ -188,6 +189,24 @@ def test_two_that_can_be_called_and_cannot_call_each_other_meet_at_the_relay() -
             ("n1", {"n0": [run.nodes[0].address, public["n0"]]}),
         ]
         run.until(lambda: run.told[-2:] == again)
+
+
+def test_two_that_could_not_call_each_other_try_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been for a moment. It was not: they meet at the relay again, for twice as long."""
+    monkeypatch.setattr(rendezvous_module, "APART_S", (1.0, 3600.0))
+    with ExitStack() as stack:
+        run = Run(stack, "127.0.0.1:0")
+        run.let_in("hub")
+        run.start_relay()
+        run.join()
+        run.until(lambda: len(run.rendezvous.addresses) == 2 and run.relays)
+        run.meet()
+        run.until(lambda: len(run.apart) == 2)
+        assert [apart for *_, apart in run.apart] == [True, False]
+        assert run.told[-1][1]["n0"][0] == run.nodes[0].address, "where to call it"
+        run.meet()
+        run.until(lambda: len(run.apart) == 3)
+        assert run.apart[-1][-1] and set(run.rendezvous._apart_s.values()) == {2.0}
 
 
 def test_who_is_no_relay_is_told_so(run: Run) -> None:

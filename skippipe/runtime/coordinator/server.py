@@ -63,7 +63,7 @@ class CoordinatorServer:
             self._on_reached,
             self._on_out_only,
             lambda name, info: self._machine.on_relay(name, info),
-            lambda a, b: self._machine.on_apart(self._numbers[a], self._numbers[b]),
+            lambda a, b, apart: self._machine.on_apart(self._numbers[a], self._numbers[b], apart),
         )
         self._disconnected: dict[str, tuple[float, str]] = {}
         """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""

@@ -81,10 +81,13 @@ class Startup:
         if joining:
             self.prepare_if_complete()
 
-    def apart_known(self, a: int, b: int) -> None:
+    def apart_known(self, a: int, b: int, apart: bool) -> None:
         """Neither of two nodes can call the other: they meet at a relay. If there is none, the link is one that is
-        down, for which neither is to blame."""
+        down, for which neither is to blame. Later they try again."""
         membership, estimator = self.membership, self.replanner.estimator
+        if not apart:
+            membership.apart.discard(frozenset({a, b}))
+            return
         membership.apart.add(frozenset({a, b}))
         where = "they meet at a relay" if membership.relays else "a relay would help ('skippipe relay')"
         self.context.log_event("cut", f"can neither call '{membership.name(b)}' nor be called by it: {where}", a)

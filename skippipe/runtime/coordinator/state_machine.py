@@ -232,8 +232,8 @@ class Coordinator:
     def on_relay(self, name: str, info: RelayInfo | None) -> None:
         self._startup.relay_known(name, info)
 
-    def on_apart(self, a: int, b: int) -> None:
-        self._startup.apart_known(a, b)
+    def on_apart(self, a: int, b: int, apart: bool) -> None:
+        self._startup.apart_known(a, b, apart)
 
     def _on_hello(self, node: int, hello: Hello) -> None:
         if hello.version != __version__:
