@@ -250,7 +250,8 @@ class Listener:
         for pair in [pair for pair, until in self._apart.items() if time.monotonic() >= until]:
             del self._apart[pair]
             self._tell_apart([pair])
-            self.on_apart(*sorted(pair), False)
+            one, other = sorted(pair)
+            self.on_apart(one, other, False)
         for name, (until, _) in list(self._calls.items()):
             if name in connected:
                 del self._calls[name]
