@@ -29,6 +29,8 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.helpers.processes import END_S, wait_for
+
 CLIENT = (
     "import os, socket, sys; wire = socket.socket(socket.AF_UNIX); wire.connect(sys.argv[1]); "
     "socket.send_fds(wire, [b'!'], [0, 1, 2]); os.close(0); os.close(1); wire.recv(1)"
@@ -50,14 +52,21 @@ def main(workers: int, words: list[str]) -> int:
         spread = [f"--tx={workers}*popen//python={client}", "--dist", "loadfile", "--no-loadscope-reorder"]
         controller = _forked(lambda: int(pytest.main([*spread, *words])))
         os.close(lifeline)
+        forked = []
         while ended not in select.select([listener.fileno(), ended], [], [])[0]:
             with listener.accept()[0] as wire:
                 _, handles, _, _ = socket.recv_fds(wire, 1, 3)
-                _forked(partial(_work, handles))
+                forked.append(_forked(partial(_work, handles)))
                 for handle in handles:
                     os.close(handle)
         _, status = os.waitpid(controller, 0)
+        for worker in forked:  # they end when there is nothing more to read
+            wait_for(partial(_has_ended, worker), END_S)
     return os.waitstatus_to_exitcode(status)
+
+
+def _has_ended(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG)[0] == pid
 
 
 def _work(handles: list[int]) -> int:
