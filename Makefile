@@ -1,14 +1,17 @@
 # `make demo` and `make test` do all set-up themselves; nothing else is needed on a fresh machine.
 PYTHON ?= python3
 BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+VENV := .venv/pyvenv.cfg
 READY := .venv/.ready
 CORE := .venv/.core
+LARGE := .venv/.large
 # One more than the two cores of CI: tests wait for processes much of the time, and meanwhile another worker computes.
 WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels codec-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
+.PHONY: demo test lint types docs kernels codec-kernels unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
 	bench-train bench-serve gpu-bundle clean
 
 demo: $(READY)
@@ -45,11 +48,8 @@ codec-kernels: $(READY)
 	$(BIN)/python -c 'import torch; from skippipe.codecs import CODECS, decode, encode; \
 		[decode(encode(torch.ones(2**12, dtype=each), codec)) for codec in CODECS for each in (torch.float32, torch.bfloat16)]'
 
-bytecode: $(READY)  # of tests and all they import: or every worker would compile it for itself at the same time
-	$(BIN)/pytest --collect-only -qq > /dev/null
-
-unit: kernels codec-kernels bytecode
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+unit: kernels codec-kernels
+	$(BIN)/python -m tests.forked_workers $(WORKERS) -m "not slow"
 
 test-slow: $(READY) kernels  # what takes many seconds each: long random searches, more fault plans
 	$(BIN)/pytest -n 2 --dist load -m slow
@@ -118,14 +118,20 @@ bench-serve: $(READY)
 gpu-bundle: $(READY)  # for a GPU machine without a package index: what it lacks, in a folder to carry along
 	$(BIN)/python -m benchmarks.gpu_bundle
 
-$(READY): $(CORE) pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
+$(READY): $(CORE) $(LARGE) pyproject.toml
+	$(PIP) -e '.[dev]'
 	@touch $@
 
-$(CORE): constraints.txt  # what the linters and the kernels need: these run while all the rest is installed
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt import-linter numba ruff scipy
+$(CORE): $(VENV) constraints.txt  # what the linters and the kernels need: these run while all the rest is installed
+	$(PIP) import-linter numba ruff scipy
 	@touch $@
+
+$(LARGE): $(VENV) constraints.txt  # installed beside that, since pip keeps one core busy: nothing of the above needs them
+	$(PIP) --no-deps torch transformers sympy plotly mkdocs-material tensorboard grpcio
+	@touch $@
+
+$(VENV):
+	$(PYTHON) -m venv .venv
 
 clean:
 	rm -rf .venv demo build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,6 +25,7 @@ Flags = NDArray[np.bool_]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
+OPTIONS = {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls kernels from C: to allow it takes a tenth longer
 COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself
 
 
@@ -40,9 +41,9 @@ def kernel(function: Function) -> Function:
     before = settings.CACHE_DIR
     settings.CACHE_DIR = str(_cache_folder())
     try:
-        return cast(Function, numba.njit(cache=True, nogil=True)(function))
+        return cast(Function, numba.njit(cache=True, **OPTIONS)(function))
     except (RuntimeError, OSError):  # nowhere to write: compile anew in every process
-        return cast(Function, numba.njit(nogil=True)(function))
+        return cast(Function, numba.njit(**OPTIONS)(function))
     finally:
         settings.CACHE_DIR = before
 

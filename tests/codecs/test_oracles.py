@@ -33,7 +33,7 @@ ROTATED = [
     "int4-rank8-stochastic",
 ]
 FEW_BITS = ["fp8", "fp8-e5m2", *ROTATED]
-TRACED = ["fp32", "int8", "fp8", "int4-stochastic", "int2", "int6", "int4-tile32"]  # others differ in constants only
+TRACED = ["fp32", "int8", "fp8", "int4-stochastic", "int2", "int6"]  # others differ in constants only
 
 
 def tile_of(codec: str) -> int:

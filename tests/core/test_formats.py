@@ -217,7 +217,7 @@ def our_rules(plan: Json) -> set[str]:
 
 @pytest.mark.parametrize("timing", Timing)
 @may_skip(Deadlock)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plan=plans(wild=True))
 def test_times_agree_to_the_nanosecond(timing: Timing, plan: Json) -> None:
     times = our_times(plan, timing)
@@ -227,7 +227,7 @@ def test_times_agree_to_the_nanosecond(timing: Timing, plan: Json) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(plan=st.booleans().flatmap(lambda wild: plans(wild)), timing=st.sampled_from([None, *Timing]))
 def test_the_same_rules_are_broken(plan: Json, timing: Timing | None) -> None:
     plan["expected"] = timing and promise(plan, timing)
@@ -237,7 +237,7 @@ def test_the_same_rules_are_broken(plan: Json, timing: Timing | None) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plan=plans(), timing=st.sampled_from(Timing), data=st.data())
 def test_no_figure_of_a_promise_can_be_changed(plan: Json, timing: Timing, data: st.DataObject) -> None:
     plan["expected"] = promise(plan, timing)

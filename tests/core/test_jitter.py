@@ -115,6 +115,6 @@ def test_commands_plan_for_it_and_draw_it(skippipe: Command, tmp_path: Path) -> 
     words = ["simulate", file, "--jitter", "0.3"]
     simulated = skippipe(*words, "--json").json
     assert simulated["iteration_s"] == planned["iteration_s"], "the promise is without jitter"
-    assert simulated["jitter"] == planned["jitter"] == skippipe(*words, "--json").json["jitter"]
+    assert simulated["jitter"] == planned["jitter"]
     assert skippipe(*words, "--seed", "1", "--json").json["jitter"] != planned["jitter"]
     assert f"95th percentile {planned['jitter']['p95_s']:.3f} s" in skippipe(*words).out

@@ -30,7 +30,7 @@ from tests.helpers.plans import TINY, clusters, plans, simulated, uniform_cluste
 timings = st.sampled_from(list(Timing))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), timings)
 def test_the_simulator_written_from_the_page_agrees_to_the_nanosecond(plan: Plan, timing: Timing) -> None:
     """Nodes of these plans have rates, and stages pieces, trees and relays; many events are at the same time."""
@@ -63,7 +63,7 @@ def alone_ns(plan: Plan, lane: Lane) -> int:
     return hops + tasks + int(costs.head_ns[lane.path[0]])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), timings)
 def test_never_faster_than_the_longest_lane_alone(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
@@ -73,7 +73,7 @@ def test_never_faster_than_the_longest_lane_alone(plan: Plan, timing: Timing) ->
     assert timeline.iteration_ns >= timeline.last_backward_ns
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), timings)
 def test_a_single_lane_takes_the_sum_of_its_parts(plan: Plan, timing: Timing) -> None:
     plan = replace(plan, lanes=plan.lanes[:1], split_backward=False)
@@ -83,7 +83,7 @@ def test_a_single_lane_takes_the_sum_of_its_parts(plan: Plan, timing: Timing) ->
     assert timeline.collision_s == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), timings)
 def test_weight_gradients_of_a_single_microbatch_start_at_once(plan: Plan, timing: Timing) -> None:
     lane = replace(plan.lanes[0], microbatches=1)
@@ -100,7 +100,7 @@ def test_weight_gradients_of_a_single_microbatch_start_at_once(plan: Plan, timin
         assert took_ns == plan.costs.weight_ns[stage, node] + plan.costs.input_ns[stage, node]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), timings)
 def test_weight_gradients_run_when_nothing_else_can(plan: Plan, timing: Timing) -> None:
     plan = replace(plan, split_backward=True)
@@ -136,7 +136,7 @@ def steps_in_words(plan: Plan, task: Task) -> str:
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans())
 def test_rings_average_no_longer_than_if_all_nodes_had_been_done_together(plan: Plan) -> None:
     """Rings share no links with each other, nor with hops; what shares them can be slower."""
@@ -242,7 +242,7 @@ def test_two_messages_of_different_nodes_share_the_download() -> None:
     assert second[1].ready_ns == forward_ns + busy_ns + hop_ns
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), timings)
 def test_one_task_at_a_time_and_no_more_microbatches_than_slots(plan: Plan, timing: Timing) -> None:
     """On every worker of a node; a microbatch stays on the one that has its activations."""
@@ -273,7 +273,7 @@ def on_the_way(plan: Plan, timeline: Timeline) -> list[Task]:
     return sorted(tasks, key=lambda task: (task.lane, task.microbatch, task.step))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(plans(), timings)
 def test_every_microbatch_takes_every_step_once_and_in_order(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
@@ -290,7 +290,7 @@ def test_every_microbatch_takes_every_step_once_and_in_order(plan: Plan, timing:
             assert before.end_ns <= after.ready_ns
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans())
 def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
     """Arrivals over one directed link are at least a transmit time apart, where no download holds up the first."""
@@ -308,7 +308,7 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
         assert all(second - first >= gap for first, second in pairwise(sorted(times)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), timings)
 def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
     averagings = [stage.averaging for stage in plan.stages]
@@ -337,7 +337,7 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
     assert outcome(run_iteration, run_schedule) == outcome(*plain)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(clusters(least=4, most=6, rates=False))
 def test_the_ring_is_the_best_there_is(cluster: Cluster) -> None:
     costs, members = costs_of(cluster), tuple(range(len(cluster)))

@@ -32,7 +32,7 @@ from skippipe.workload import Workload
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
 
-ITERATIONS = 5
+ITERATIONS = 3  # the state of optimizers and what encoding has left count from the second on
 LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=ITERATIONS, clip=1.0)
 SEQUENCE, SAMPLES = 12, 2
 HELD_OUT = 7  # microbatches of held-out samples
@@ -126,14 +126,16 @@ def trained(
     before = {node: executor.tasks.weights.values.clone() for node, executor in computers.items()}
     cluster = VirtualCluster(
         plan,
-        CoordinatorSettings(learning, ITERATIONS, skip_schedule=recipe, plans=plans),
+        CoordinatorSettings(learning, learning.iterations, skip_schedule=recipe, plans=plans),
         executors=computers,
         disturb=lambda ns: int(ns * random.uniform(0.2, 2)),
     )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    oracle = ReferenceTrainer(plan, spec, learning, sampler_of(plan), recipe=recipe, plans=plans, iterations=ITERATIONS)
-    done = [oracle.iteration(number) for number in range(ITERATIONS)]
+    oracle = ReferenceTrainer(
+        plan, spec, learning, sampler_of(plan), recipe=recipe, plans=plans, iterations=learning.iterations
+    )
+    done = [oracle.iteration(number) for number in range(learning.iterations)]
     visited = {stage for lane in plan.lanes for stage in plan.visits(lane)}
     for node, stage in plan.stage_of.items():
         moved = (computers[node].tasks.weights.values - before[node]).abs().mean() / learning.rate

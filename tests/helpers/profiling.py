@@ -257,7 +257,8 @@ def stopped_early(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
     vars(profile)["_Console"].progressed = progressed
-    command(folder, "profile", "--local", "3", "--model", "llama-tiny", "--sequence", "16", "-o", "c.json")
+    words = ("--model", "llama-tiny", "--sequence", "16", "--transfer", "0.1")
+    command(folder, "profile", "--local", "3", *words, "-o", "c.json")
 
 
 def command(folder: Path, *words: str) -> None:

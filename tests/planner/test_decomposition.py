@@ -59,7 +59,7 @@ def test_few_nodes_are_planned_as_a_whole() -> None:
 @pytest.mark.usefixtures("small_parts")
 def test_a_search_that_begins_in_parts_keeps_the_rules_and_can_be_repeated() -> None:
     problem = problem_of("regions:19", 24)
-    request = PlanRequest(budget_s=math.inf, changes=20_000)
+    request = PlanRequest(budget_s=math.inf, changes=5_000)
     plan = make_plan(problem, Strategy.BEST, request)
     assert validate(plan) == []
     assert plan == make_plan(problem, Strategy.BEST, request), "the same seed and changes, the same plan"

@@ -49,7 +49,7 @@ def plan_as_is(problem: Problem, state: State) -> Plan:
 
 
 @may_skip(Infeasible)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> None:
     """Under full timing for rings, and where no rates are shared: otherwise averaging is estimated."""
@@ -85,7 +85,7 @@ def test_the_score_is_what_the_simulator_says(problem: Problem, seed: int) -> No
 
 
 @may_skip(Infeasible)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(problems(), st.integers(0, 2**32 - 1))
 def test_lanes_that_are_laid_for_a_placement_visit_all_stages_equally_often(problem: Problem, seed: int) -> None:
     first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))

@@ -70,7 +70,7 @@ def short_searches() -> Iterator[None]:
 # the critical path
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.one_of(plans(), plans(lost=True)), timings)
 def test_causes_add_up_to_the_iteration(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
@@ -87,7 +87,7 @@ def test_causes_add_up_to_the_iteration(plan: Plan, timing: Timing) -> None:
     assert sorted(cause for bottleneck in named for cause in bottleneck.causes) == sorted(causes)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), timings)
 def test_causes_are_where_they_can_be(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)
@@ -125,7 +125,7 @@ def test_causes_are_where_they_can_be(plan: Plan, timing: Timing) -> None:
                 assert piece.end_ns == timeline.iteration_ns
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), timings)
 def test_a_lane_by_itself_is_its_own_path(plan: Plan, timing: Timing) -> None:
     """No wait, and every task and hop of the lane is on it."""
@@ -249,7 +249,7 @@ def test_interrupted_it_keeps_what_was_found() -> None:
     assert answer.changes
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.one_of(plans(), plans(lost=True)), timings)
 def test_any_plan_gets_advice_that_its_simulation_bears_out(plan: Plan, timing: Timing) -> None:
     timeline = simulated(plan, timing)

@@ -61,6 +61,7 @@ def assert_struck(outcome: Outcome) -> None:
     assert None not in outcome.strikes, outcome.tale()
 
 
+@pytest.mark.slow  # test_run.py: one is killed, and started again; test_reroute.py, test_virtual_chaos.py: in any phase
 def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) -> None:
     outcome = play(
         kill(node=0).at(iteration=1, during="head").back_after(0.2),
@@ -128,15 +129,18 @@ def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
     assert len(outcome.said("able", 8)) == 1
 
 
-def test_a_cut_link_is_done_without_and_a_frozen_node_starts_over(play: Play) -> None:
-    outcome = play(
-        cut(0, 4).at(iteration=1, during="forward").back_after(30),  # while the plan is the one that uses it
-        freeze(node=8).at(iteration=4, during="forward").back_after(1.5),
-        iterations=16,
-    )
+def test_a_frozen_node_starts_over(play: Play) -> None:
+    outcome = play(freeze(node=8).at(iteration=1, during="forward").back_after(1.5), iterations=13)
     assert_struck(outcome)
     assert outcome.said("gone", 8) == ["no heartbeat for 1 s"], outcome.tale()
     assert outcome.said("joined", 8), "when it was thawed"
+
+
+@pytest.mark.slow  # the next one: links that are cut without a word, which takes more to notice
+def test_a_cut_link_is_done_without(play: Play) -> None:
+    fault = cut(0, 4).at(iteration=1, during="forward").back_after(30)  # while the plan is the one that uses it
+    outcome = play(fault, iterations=8)
+    assert_struck(outcome)
     assert outcome.said("cut"), outcome.tale()
     assert not outcome.said("gone", 0)
     assert not outcome.said("gone", 4)
