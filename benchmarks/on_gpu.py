@@ -103,7 +103,11 @@ def parts_of(device: str, folder: Path) -> list[Part]:
         ),
         Part("train", 150, (plan, module("skippipe", "train", str(job), "--force"))),
         Part("serve", 100, (module("benchmarks.on_gpu", "serve", *on, "--dtype", dtype),)),
-        Part("optimizers", 120, (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6"),)),
+        Part(
+            "optimizers",
+            120,
+            (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6", *compiled_here),),
+        ),
         Part("codecs", 200, (module("benchmarks.codecs", *codecs, *on, *compiled_here),)),
         Part(
             "largest",
@@ -195,8 +199,9 @@ def run_all(asked: argparse.Namespace) -> int:
     found_in = [str(Path(each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     environment["PYTHONPATH"] = os.pathsep.join([*found_in, str(Path(__file__).resolve().parent.parent)])
     with tempfile.TemporaryDirectory() as folder, asked.output.open("a", encoding="utf-8") as lines:
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # what one part compiles others find
-        environment.setdefault("XDG_CACHE_HOME", f"{folder}/cache")
+        kept = Path(tempfile.gettempdir()) / "skippipe-on-gpu"  # what one part compiles others find, also the next time
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{kept}/inductor")
+        environment.setdefault("XDG_CACHE_HOME", f"{kept}/cache")
         with multi_process_service(Path(folder), environment) if asked.mps else nullcontext():
             for part in parts_of(asked.device, Path(folder)):
                 if asked.only and part.name not in asked.only:
