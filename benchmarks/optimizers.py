@@ -64,7 +64,8 @@ def main() -> None:
             same = ", same bits" if torch.equal(end, first[optimizer, compiled]) else ", OTHER BITS"
         print(
             f"{optimizer:<10} {offload:<10} {'compiled' if compiled else '':<9}"
-            f"{held / rows / width**2:6.2f} bytes a parameter counted, {before_b:6.2f} held, {peak_b:6.2f} in a step; {1e3 * step_s:8.1f} ms a step{same}",
+            f"{held / rows / width**2:6.2f} bytes a parameter counted, {before_b:6.2f} held, {peak_b:6.2f} in a step; "
+            f"{1e3 * step_s:8.1f} ms a step{same}",
             flush=True,
         )
 
