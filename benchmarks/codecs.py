@@ -14,6 +14,7 @@ mean squares. The fastest of several rounds counts: other work on the machine sh
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from skippipe.codecs import CODECS, compile_on_device, encode_and_decode
+from skippipe.errors import first_line
 
 ROUNDS = 9
 SAMPLE_TOKENS, CHANNELS = 512, 1024  # a MiB of bf16 each
@@ -94,9 +96,15 @@ def main() -> None:
         f"{'GB/s of bf16':23}{'bits a value':>14}{'error':>9}{'encode':>9}{'decode':>9}{'round trip':>12}{'rounded':>9}"
         f"{'feedback':>10}"
     )
+    failed = 0
     for name in options.codecs:
         for mib, given in zip(options.mib, tensors, strict=True):
-            print(rates(name, given) + (f"  {mib} MiB" if len(tensors) > 1 else ""), flush=True)
+            try:
+                line = rates(name, given)
+            except RuntimeError as error:  # of a compiler, or for want of memory: others may do
+                failed, line = failed + 1, f"{name:23}failed: {first_line(error)}"
+            print(line + (f"  {mib} MiB" if len(tensors) > 1 else ""), flush=True)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
     python -m benchmarks.on_gpu --device cpu          # the same programs at small sizes, without a card
 
 A part is a command. Its line of JSON is written when it ends: name, command, exit status (124: past its limit),
-seconds, and the end of what it printed. A part that fails does not keep the others from running. What would begin after
-`--within` seconds is left out, and named at the end. With `--mps` NVIDIA's Multi-Process Service runs meanwhile:
-without it processes have the card in turns. Only the standard library is needed here.
+seconds, and the end of what it printed. A part that fails does not keep the others from running. All is over after
+`--within` seconds: a part that has less than a third of its limit left is not begun, and named at the end; one that has
+less than its limit is ended then. With `--mps` NVIDIA's Multi-Process Service runs meanwhile: without it processes have
+the card in turns. Only the standard library is needed here.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 KEPT_CHARACTERS = 6_000  # of a part's output
 TIMED_OUT = 124
 END_S = 10.0  # for a process to end after SIGINT
+LEAST_SHARE = 1 / 3  # of its limit that a part is begun with: limits are two to three times what parts take
 PYTHON = sys.executable
 ABOUT = """
 import importlib.util, platform, torch
@@ -101,7 +103,11 @@ def parts_of(device: str, folder: Path) -> list[Part]:
         ),
         Part("train", 150, (plan, module("skippipe", "train", str(job), "--force"))),
         Part("serve", 100, (module("benchmarks.on_gpu", "serve", *on, "--dtype", dtype),)),
-        Part("optimizers", 120, (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6"),)),
+        Part(
+            "optimizers",
+            120,
+            (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6", *compiled_here),),
+        ),
         Part("codecs", 200, (module("benchmarks.codecs", *codecs, *on, *compiled_here),)),
         Part(
             "largest",
@@ -131,60 +137,59 @@ def decodings(device: str) -> list[tuple[str, list[str]]]:
     return [("500m", [*words, "--model", "llama-500m"]), ("1.5b", [*words, "--model", "llama-1.5b"])]
 
 
-def run_part(part: Part, environment: Mapping[str, str]) -> dict[str, object]:
+def run_part(part: Part, environment: Mapping[str, str], limit_s: float) -> dict[str, object]:
     """What becomes of a part, as it is written down."""
-    began, status, output = time.monotonic(), 0, ""
-    for command in part.commands:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            said, _ = process.communicate(timeout=max(1.0, part.limit_s - (time.monotonic() - began)))
-            status = process.returncode
-        except subprocess.TimeoutExpired:
-            said = _ended(process)
-            status = TIMED_OUT
-        output += said
-        if status:
-            break
+    began, status = time.monotonic(), 0
+    with tempfile.TemporaryFile() as output:  # no pipe: a process that a part leaves behind would keep that open
+        for command in part.commands:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            try:
+                status = process.wait(max(1.0, limit_s - (time.monotonic() - began)))
+            except subprocess.TimeoutExpired:
+                status = TIMED_OUT
+                process.send_signal(signal.SIGINT)  # what a process says when it is interrupted is kept, too
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(END_S)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # also what it has left behind: the card is for others
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+            if status:
+                break
+        output.seek(0)
+        said = output.read().decode(errors="replace")
     return {
         "part": part.name,
+        "mps": "CUDA_MPS_PIPE_DIRECTORY" in environment,
         "command": [" ".join(each) for each in part.commands],
         "status": status,
         "seconds": round(time.monotonic() - began, 1),
-        "output": output[-KEPT_CHARACTERS:],
+        "output": said[-KEPT_CHARACTERS:],
     }
-
-
-def _ended(process: subprocess.Popen[str]) -> str:
-    """What a process that is past its limit has said, and says when it is interrupted."""
-    process.send_signal(signal.SIGINT)
-    try:
-        said, _ = process.communicate(timeout=END_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # its own processes, too
-        said, _ = process.communicate(timeout=END_S)
-    return said
 
 
 @contextmanager
 def multi_process_service(folder: Path, environment: dict[str, str]) -> Iterator[None]:
-    """Programs with this environment compute on the card at the same time."""
+    """Programs with this environment compute on the card at the same time; in turns, if the service does not start."""
     for name in ("pipe", "log"):
         (folder / f"mps-{name}").mkdir()
-        environment[f"CUDA_MPS_{name.upper()}_DIRECTORY"] = str(folder / f"mps-{name}")
-    control = "nvidia-cuda-mps-control"
-    subprocess.run([control, "-d"], env=environment, check=True, timeout=END_S)
+    variables = {f"CUDA_MPS_{name.upper()}_DIRECTORY": str(folder / f"mps-{name}") for name in ("pipe", "log")}
+    served, control = {**environment, **variables}, "nvidia-cuda-mps-control"
+    try:
+        subprocess.run([control, "-d"], env=served, check=True, timeout=END_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"without MPS: {error}", flush=True)
+        yield
+        return
+    environment |= variables
     try:
         yield
     finally:
-        subprocess.run([control], input="quit\n", text=True, env=environment, timeout=END_S, check=False)
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run([control], input="quit\n", text=True, env=served, timeout=END_S, check=False)
 
 
 def run_all(asked: argparse.Namespace) -> int:
@@ -194,21 +199,23 @@ def run_all(asked: argparse.Namespace) -> int:
     found_in = [str(Path(each).resolve()) for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each]
     environment["PYTHONPATH"] = os.pathsep.join([*found_in, str(Path(__file__).resolve().parent.parent)])
     with tempfile.TemporaryDirectory() as folder, asked.output.open("a", encoding="utf-8") as lines:
-        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")  # what one part compiles others find
-        environment.setdefault("XDG_CACHE_HOME", f"{folder}/cache")
+        kept = Path(tempfile.gettempdir()) / "skippipe-on-gpu"  # what one part compiles others find, also the next time
+        environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{kept}/inductor")
+        environment.setdefault("XDG_CACHE_HOME", f"{kept}/cache")
         with multi_process_service(Path(folder), environment) if asked.mps else nullcontext():
             for part in parts_of(asked.device, Path(folder)):
                 if asked.only and part.name not in asked.only:
                     continue
-                if time.monotonic() - began > asked.within:
+                limit_s = min(part.limit_s, asked.within - END_S - (time.monotonic() - began))
+                if limit_s < LEAST_SHARE * part.limit_s:
                     left.append(part.name)
                     continue
-                found = run_part(part, environment)
+                found = run_part(part, environment, limit_s)
                 failed += bool(found["status"])
                 lines.write(json.dumps(found) + "\n")
                 lines.flush()
                 print(f"== {part.name}: status {found['status']}, {found['seconds']} s\n{found['output']}", flush=True)
-    print(f"{failed} parts failed; not begun within {asked.within:.0f} s: {', '.join(left) or 'none'}")
+    print(f"{failed} parts failed; not begun, to be over after {asked.within:.0f} s: {', '.join(left) or 'none'}")
     return failed
 
 
@@ -254,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", nargs="?", choices=("serve",), help="this part alone, here")
     parser.add_argument("-o", "--output", type=Path, default=Path("on-gpu.jsonl"))
-    parser.add_argument("--within", type=float, default=1200, help="seconds after which no part begins")
+    parser.add_argument("--within", type=float, default=1200, help="seconds after which all is over")
     parser.add_argument("--only", type=lambda names: names.split(","), help="names of parts")
     parser.add_argument("--mps", action="store_true", help="processes on the card at the same time, not in turns")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -263,6 +270,7 @@ def main() -> None:
     if asked.part == "serve":
         serve(asked)
     else:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no part outlives this
         sys.exit(1 if run_all(asked) else 0)
 
 

@@ -1,10 +1,12 @@
 """Optimizers on one device: bytes a parameter, seconds of a step, and whether state in host memory changes a bit.
 
-    python -m benchmarks.optimizers --parameters 1e9          # on a GPU
+    python -m benchmarks.optimizers --parameters 1e9 --compiled   # on a GPU
     python -m benchmarks.optimizers --device cpu --parameters 2e6
 
 A stage without a model: weights, gradients, the sum of gradients as after averaging, and the optimizer's state. Bytes
-are those that torch has allocated on the card, before the step and at most, against what the planner counts.
+are those that torch has allocated on the card, before the step and at most, against what the planner counts. With
+--compiled, steps that torch.compile makes kernels of are measured in this form, too, as nodes with `compute.compiled`
+take them.
 """
 
 from __future__ import annotations
@@ -34,37 +36,42 @@ KINDS = (
     ("muon", "none"),
     ("sgd", "none"),
 )
+COMPILED = ("adamw8bit",)  # of many small operations
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--parameters", type=float, default=1e9)
+    parser.add_argument("--compiled", action="store_true")
     given = parser.parse_args()
     device = torch.device(given.device)
     width = 4096 if device.type == "cuda" else 256
     rows = max(1, round(given.parameters / width**2))
     shape: ModelShape = replace(MODELS["llama-8b"], vocab=1)
     print(f"{device}: {rows * width**2 / 1e6:.0f}M parameters in matrices of {width} x {width}")
-    first: dict[str, torch.Tensor] = {}
-    for optimizer, offload in KINDS:
+    first: dict[tuple[str, bool], torch.Tensor] = {}
+    kinds = [(*kind, False) for kind in KINDS]
+    kinds += [(*kind, True) for kind in KINDS if given.compiled and kind[0] in COMPILED]
+    for optimizer, offload, compiled in kinds:
         counted = Workload(shape, optimizer=optimizer, offload=offload, adapter_parameters=rows * width**2)
         held = counted.fixed_bytes(1, 1) - counted.frozen_bytes(1, 1)
-        before_b, peak_b, step_s, end = measured(device, rows, width, optimizer, offload)
+        before_b, peak_b, step_s, end = measured(device, rows, width, optimizer, offload, compiled)
         same = ""
         if offload == "none":
-            first[optimizer] = end
+            first[optimizer, compiled] = end
         else:
-            same = ", same bits" if torch.equal(end, first[optimizer]) else ", OTHER BITS"
+            same = ", same bits" if torch.equal(end, first[optimizer, compiled]) else ", OTHER BITS"
         print(
-            f"{optimizer:<10} {offload:<10} {held / rows / width**2:6.2f} bytes a parameter counted, "
-            f"{before_b:6.2f} held, {peak_b:6.2f} in a step; {1e3 * step_s:8.1f} ms a step{same}",
+            f"{optimizer:<10} {offload:<10} {'compiled' if compiled else '':<9}"
+            f"{held / rows / width**2:6.2f} bytes a parameter counted, {before_b:6.2f} held, {peak_b:6.2f} in a step; "
+            f"{1e3 * step_s:8.1f} ms a step{same}",
             flush=True,
         )
 
 
 def measured(
-    device: torch.device, rows: int, width: int, optimizer: str, offload: str
+    device: torch.device, rows: int, width: int, optimizer: str, offload: str, compiled: bool
 ) -> tuple[float, float, float, torch.Tensor]:
     """Bytes a parameter between steps and at most, seconds of a step with its norm, and some of the weights in the
     end."""
@@ -73,7 +80,7 @@ def measured(
         (f"model.layers.{row}.weight", nn.Parameter(torch.randn(width, width, device=device, generator=random) / 50))
         for row in range(rows)
     ]
-    weights = FlatParams(named, OptimConfig(optimizer), offload=offload == "optimizer")
+    weights = FlatParams(named, OptimConfig(optimizer), offload=offload == "optimizer", compiled=compiled)
     named.clear()
     averager = GradientAverager(weights.gradient, "fp32", offload != "none")
     schedule = Averaging((0, 1)).schedule

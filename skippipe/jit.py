@@ -2,6 +2,8 @@
 
 The simulator and the search run them compiled. The training runtime calls the same functions (which task is next, which
 stage may follow) a few times a second, on machines that need not have numba, and takes them as they are written.
+
+On a GPU, torch.compile makes kernels of functions of tensors.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -26,6 +29,7 @@ Flags = NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., object])
 
 OPTIONS = {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls kernels from C: to allow it takes a tenth longer
+MOST_QUOTED = 200  # characters of an error of a compiler
 COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself
 
 
@@ -81,6 +85,36 @@ def compile_beside(code: str) -> Iterator[None]:
 def python_version(function: Function) -> Function:
     """The function as it is written, for callers that need it now and then and should not have to compile it."""
     return cast(Function, getattr(function, "py_func", function))
+
+
+def compiled_on_device(function: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:
+    """A function of tensors as kernels that torch.compile makes at the first call, without gradients. Where it cannot,
+    the function as it is, after a warning that says `what` is slower: a run does not end for that."""
+    import torch
+    from torch._dynamo.exc import TorchDynamoException
+
+    def warn(error: Exception) -> None:
+        reason = " ".join(str(error).split())[:MOST_QUOTED]  # its first line may say no more than which compiler
+        warnings.warn(f"{what} is not compiled, and slower: {reason}", stacklevel=3)
+
+    made: Callable[..., Any] | None = None
+    try:
+        made = torch.compile(function, fullgraph=True, **options)
+    except RuntimeError as error:  # an option that this version of torch does not have
+        warn(error)
+
+    def run(*given: Any, **named: Any) -> Any:
+        nonlocal made
+        with torch.no_grad():
+            if made is not None:
+                try:
+                    return made(*given, **named)
+                except TorchDynamoException as error:  # of the compiler: nothing was computed yet
+                    made = None
+                    warn(error)
+            return function(*given, **named)
+
+    return run
 
 
 _cache_dir: Path | None = None

@@ -7,7 +7,6 @@ it must not import torch; `encode`, `decode` and `rounded` may.
 from __future__ import annotations
 
 import os
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -312,28 +311,17 @@ def compiled(function: Callable[..., Any], given: Tensor) -> Callable[..., Any] 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where torch.compile fails, the function as it is, after a warning: what is decoded is the same."""
-    import torch
     from torch._dynamo import config, mark_dynamic
-    from torch._dynamo.exc import TorchDynamoException
+
+    from skippipe.jit import compiled_on_device
 
     config.recompile_limit = max(config.recompile_limit, MOST_COMPILED)
-    made = torch.compile(function, fullgraph=True, options=COMPILE_OPTIONS)
-    failed = False
+    made = compiled_on_device(function, "a codec", options=COMPILE_OPTIONS)
 
     def run(*given: Tensor) -> Any:
-        nonlocal failed
-        if failed:
-            return function(*given)
         for each in given:
             mark_dynamic(each, 0)
-        try:
-            with torch.no_grad():
-                return made(*given)
-        except TorchDynamoException as error:
-            failed = True
-            warnings.warn(f"a codec is not compiled, and slower: {' '.join(str(error).split())[:200]}", stacklevel=2)
-            return function(*given)
+        return made(*given)
 
     return run
 

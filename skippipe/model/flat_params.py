@@ -99,12 +99,7 @@ class FlatParams:
 
     def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
         """Squared norm of the mean over the visits, of this node's gradient or of the one `summed` over the stage."""
-        whole = self.gradient if summed is None else summed
-        total = torch.zeros((), dtype=torch.float64, device=self.values.device)  # and so it is if nothing is trained
-        for start in range(0, len(whole), HOST_PIECE):  # of each a copy is made, in fp64
-            part = whole[start : start + HOST_PIECE].to(self.values.device)
-            total += torch.linalg.vector_norm(part, dtype=torch.float64) ** 2
-        return float(total) / max(1, visits) ** 2
+        return mean_squared_norm(self.gradient if summed is None else summed, visits, self.values.device)
 
     def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
         """One optimizer step along `scale` times this node's gradient, or times the one `summed` over the stage.
@@ -178,6 +173,14 @@ class FlatParams:
             if here:
                 found.append((number, here))
         return found
+
+
+def mean_squared_norm(summed: Tensor, visits: int, device: torch.device) -> float:
+    """Squared norm of the mean over the visits, of a gradient that was summed over them; computed on this device."""
+    total = torch.zeros((), dtype=torch.float64, device=device)  # and so it is if nothing is trained
+    for part in torch.split(summed, HOST_PIECE):  # of each a copy is made, in fp64
+        total += torch.linalg.vector_norm(part.to(device), dtype=torch.float64) ** 2
+    return float(total) / max(1, visits) ** 2
 
 
 def _flattened(weights: Mapping[str, nn.Parameter], slots: Sequence[ParamSlot]) -> Tensor:

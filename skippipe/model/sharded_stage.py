@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from skippipe.errors import UserError
-from skippipe.model.flat_params import FlatParams, layout
+from skippipe.model.flat_params import FlatParams, layout, mean_squared_norm
 from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import EarlyExit, Key, StageStep, input_gradient
 from skippipe.optim.interface import BLOCK, HOST_PIECE, ParamSlot
@@ -106,7 +106,7 @@ class ShardedParams:
 
     def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
         whole = self.gradient if summed is None else summed
-        return float(torch.linalg.vector_norm(whole, dtype=torch.float64) ** 2) / max(1, visits) ** 2
+        return mean_squared_norm(whole, visits, whole.device)
 
     def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
         whole = self.gradient if summed is None else summed

@@ -123,9 +123,9 @@ class AdamW8bit(Optimizer):
         self.clear_state()
 
     def compile(self) -> None:
-        import torch
+        from skippipe.jit import compiled_on_device
 
-        self._compiled = torch.compile(self._update, fullgraph=True, dynamic=False)
+        self._compiled = compiled_on_device(self._update, "the optimizer's step", dynamic=False)
 
     def step(self, gradient: Tensor, rate: float) -> None:
         self.values[: self._decayed].mul_(1 - rate * self.settings.weight_decay)

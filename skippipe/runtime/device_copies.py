@@ -76,7 +76,8 @@ class BackgroundCopies:
         """To this device, not to another one of the node."""
 
     def encode(self, tensor: Tensor, codec: str) -> EncodedTensor:
-        raw = CODECS[codec].encode_tensor(tensor)
+        # to this device: a stage that is divided over several ends on its last one, of which events here know nothing
+        raw = CODECS[codec].encode_tensor(tensor).to(self._device)
         if not self._cuda and raw.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
             raw = raw.clone()
         here = torch.empty(raw.shape, dtype=torch.uint8, pin_memory=self._cuda)

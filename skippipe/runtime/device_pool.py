@@ -11,8 +11,10 @@ A device that fails is left out: what was on it is done again by the others.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ class DevicePool:
         """Devices that have failed."""
         self._unreported: list[DeviceLost] = []
         """Those of which no operation has been told so."""
+        self._lock = threading.Lock()
+        """Of `devices`, when one fails: several may at the same time."""
         self._threads = ThreadPoolExecutor(len(executors), thread_name_prefix="device")
 
     @property
@@ -64,8 +68,9 @@ class DevicePool:
 
     def run(self, op: Op) -> Any:
         """The result of an operation; `DeviceLost` if it is of an iteration, and what a device has added up is gone."""
-        if self._unreported and isinstance(op, (StageTask, *OPS_OF_AVERAGING)):
-            return self._unreported.pop()
+        if isinstance(op, (StageTask, *OPS_OF_AVERAGING)):
+            with suppress(IndexError):  # several devices compute, and one of them takes it
+                return self._unreported.pop()
         match op:
             case StageTask():
                 return self._run_on(op.device, op)
@@ -92,12 +97,21 @@ class DevicePool:
 
     def lose(self, device: int, reason: str) -> None:
         """A device has failed, and is not the last: its stage, and what it has added up, are gone."""
-        former_first, failed = self.first, self.devices.pop(device)
-        self._lost.add(device)
-        if failed is former_first:
-            self.first.take_over(failed)
-        self._unreported.append(DeviceLost(device, reason))
-        log.warning("device %d of this node has failed, %d are left: %s", device, len(self.devices), reason)
+        self._unreported.append(self._leave_out(device, RuntimeError(reason)))
+
+    def _leave_out(self, device: int, error: Exception) -> DeviceLost:
+        """What is to be reported of a device that has failed; raises the error if there is no other one."""
+        reason = first_line(error)
+        with self._lock:
+            if len(self.devices) == 1:
+                raise error
+            former_first, failed = self.first, self.devices.pop(device)
+            self._lost.add(device)
+            if failed is former_first:
+                self.first.take_over(failed)
+            left = len(self.devices)
+        log.warning("device %d of this node has failed, %d are left: %s", device, left, reason)
+        return DeviceLost(device, reason)
 
     @property
     def _others(self) -> list[tuple[int, StageExecutor]]:
@@ -110,10 +124,7 @@ class DevicePool:
         try:
             return self.devices[device].run(op)
         except torch.AcceleratorError as error:
-            if len(self.devices) == 1:
-                raise
-            self.lose(device, first_line(error))
-            return self._unreported.pop()
+            return self._leave_out(device, error)
 
     def _run_on_all(self, op: Op) -> Any:
         """On every device at the same time; gives the result of one that has not failed, and reports those later."""
@@ -138,8 +149,7 @@ class DevicePool:
                     total[part].add_(gradient[part].to(total.device))
                 gradient.zero_()
             except torch.AcceleratorError as error:
-                self.lose(first if _responds(each) else device, first_line(error))
-                return self._unreported.pop()
+                return self._leave_out(first if _responds(each) else device, error)
         return None
 
     def _hand_over_gradient(self) -> None:
@@ -151,7 +161,7 @@ class DevicePool:
             except torch.AcceleratorError as error:
                 if _responds(each):
                     raise  # the first has failed, and the gradient is gone with it
-                self.lose(device, first_line(error))
+                self._unreported.append(self._leave_out(device, error))
 
 
 def _responds(executor: StageExecutor) -> bool:

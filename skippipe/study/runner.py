@@ -15,6 +15,7 @@ import json
 import math
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -30,7 +31,7 @@ from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import HEADER, TokenFile
-from skippipe.errors import UserError
+from skippipe.errors import UserError, first_line
 from skippipe.json_fields import check_empty
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec, config_named
@@ -94,27 +95,46 @@ class Runner:
         self._engines: dict[tuple[str, tuple[int, ...], int], Engine] = {}
 
     def run(self) -> None:
-        """Do all runs that are not done yet; but none that would not be over in time, by what those before it took."""
+        """Do all runs that are not done yet; but none that would not be over in time, by what those before it took. One
+        that fails is reported, and the others go on; UserError in the end, which names those that failed."""
         done = {result["key"] for result in read_results(self.results)}
+        failed: list[str] = []
         for run in self.study.runs:
             began = self._clock()
-            if run.key not in done and began + self._pace * run.work <= self._ends_at:
-                name = f"{self.study.name}-{run.variant.name}-{run.seed}".replace("/", "-")
-                kept = self._models and self._models / name
-                if kept:
-                    check_empty(kept)
-                result = self.one(run)
-                if kept:
-                    self._keep(run, kept)
-                self.results.parent.mkdir(parents=True, exist_ok=True)
-                with self.results.open("a") as file:  # one line, when all of it is there
-                    file.write(json.dumps(result) + "\n")
-                self._paces.append((self._clock() - began) / run.work)
+            if run.key not in done and began + self._expected_s(run) <= self._ends_at:
+                try:
+                    self._do(run)
+                except (UserError, OSError):  # those that follow have the same settings, and the same disk
+                    raise
+                except Exception as error:  # of a compiler, or for want of memory
+                    failed.append(f"'{run.variant.name}', seed {run.seed}: {first_line(error)}")
+                    print(f"{traceback.format_exc()}failed: {failed[-1]}", file=sys.stderr, flush=True)
+                    self._engines.pop(self._kind(run), None)  # it may be in the middle of something, or hold memory
+                    continue
+                self._paces.append((self._clock() - began) / self._work(run))
+        if failed:
+            raise UserError(f"not all runs could be done: {'; '.join(failed)}")
 
-    @property
-    def _pace(self) -> float:
-        """Seconds that a token takes at a stage, all included, in the slowest run; but the first one also compiles."""
-        return max(self._paces[1:] or self._paces, default=0.0)
+    def _do(self, run: StudyRun) -> None:
+        name = f"{self.study.name}-{run.variant.name}-{run.seed}".replace("/", "-")
+        kept = self._models and self._models / name
+        if kept:
+            check_empty(kept)
+        result = self.one(run)
+        self.results.parent.mkdir(parents=True, exist_ok=True)
+        with self.results.open("a") as file:  # one line, when all of it is there
+            file.write(json.dumps(result) + "\n")
+        if kept:
+            self._keep(run, kept)
+
+    def _expected_s(self, run: StudyRun) -> float:
+        """Seconds that a run takes, all included, by the pace of the slowest one so far; the first also compiles."""
+        return max(self._paces[1:] or self._paces, default=0.0) * self._work(run)
+
+    def _work(self, run: StudyRun) -> float:
+        """What the seconds of a run go by: numbers of layers that its tokens pass."""
+        shape = self._model(run)[0].shape
+        return run.work * shape.layer_parameters * shape.layers / run.variant.stages
 
     def one(self, run: StudyRun) -> dict[str, Any]:
         study, variant, measuring = run.study, run.variant, run.study.measuring

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -28,10 +31,11 @@ from skippipe.runtime.device_copies import BackgroundCopies
 from skippipe.runtime.device_pool import DevicePool
 from skippipe.runtime.node.copies import MovingTensor
 from skippipe.runtime.node.interfaces import ALL_DEVICES, node_devices
-from skippipe.runtime.node.ops import Op, OpThreads, StageTask
+from skippipe.runtime.node.ops import DeviceLost, Op, OpResult, OpThreads, StageTask
 from skippipe.runtime.simulation.fault_injection import During, lose
 from skippipe.runtime.simulation.symbolic_executor import SymbolicExecutor
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import build_node_executor
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.reference import ReferenceTrainer
@@ -47,7 +51,7 @@ from tests.helpers.exact_training import (
     sampler_of,
     tensors_of,
 )
-from tests.helpers.executors import computer_of
+from tests.helpers.executors import computer_of, noise
 from tests.helpers.models import tiny
 
 SETTINGS = CoordinatorSettings(LEARNING, ITERATIONS, recovery=RecoverySettings(planning=timedelta(0)))
@@ -249,6 +253,54 @@ def test_what_was_copied_to_another_device_is_copied_again() -> None:
     pool = DevicePool([computer_of(1), computer_of(1)])
     pool.lose(1, "it is hot")
     assert pool.prefetch(came, 1) is came
+
+
+class BrokenDevice(StageExecutor):
+    """A device that fails in every task, as soon as the other one is in a task, too."""
+
+    def __init__(self, both: threading.Barrier) -> None:
+        self._both = both
+
+    def run(self, _work: Op) -> Any:
+        self._both.wait(TIMEOUT_S)
+        raise torch.AcceleratorError("it is hot")
+
+    def take_over(self, former: StageExecutor) -> None:
+        """There is nothing to keep."""
+
+
+def test_of_devices_that_fail_at_the_same_time_one_is_reported_and_the_last_ends_the_node() -> None:
+    both = threading.Barrier(2)
+    pool, found = DevicePool([BrokenDevice(both), BrokenDevice(both)]), []
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)  # threads take turns within what one does about its device
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            for result in [threads.submit(pool.run, StageTask(0, at, 0, 1, 2, 0, device=at)) for at in range(2)]:
+                found.append(result.exception(TIMEOUT_S) or result.result())
+    finally:
+        sys.setswitchinterval(switch_s)
+    assert sorted(type(each).__name__ for each in found) == ["AcceleratorError", "DeviceLost"]
+    assert len(pool.devices) == 1
+
+
+def test_the_loss_of_a_device_is_reported_once_while_others_compute() -> None:
+    """Another task may begin while the loss is written to the log."""
+    pool = DevicePool([computer_of(1), BrokenDevice(threading.Barrier(1))])
+    begun: list[Any] = []
+
+    class Other(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:  # noqa: ARG002
+            begun.append(pool.run(StageTask(0, 1, 0, 1, 2, 0, encode(noise(1), "fp32"), device=0)))
+
+    log, handler = logging.getLogger("skippipe.runtime.device_pool"), Other()
+    log.addHandler(handler)
+    try:
+        lost = pool.run(StageTask(0, 0, 0, 1, 2, 0, device=1))
+    finally:
+        log.removeHandler(handler)
+    assert lost == DeviceLost(1, "it is hot")
+    assert [type(each) for each in begun] == [OpResult]
 
 
 class Meeting:

@@ -21,9 +21,9 @@ from skippipe.inference.checkpoint_loader import load
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule, deal_lengths, donors, young_stages
 from skippipe.stage_subset import draw_subsets
-from skippipe.study.config import Study, Variant, load_study, read_results
+from skippipe.study.config import EvalSettings, Study, StudyRun, Variant, load_study, read_results
 from skippipe.study.path_sampling import UNEVEN, group_by_stage, iteration_paths, sample_paths, sample_paths_of_lengths
-from skippipe.study.runner import Runner, StudyDevice
+from skippipe.study.runner import Runner, StudyDevice, chosen
 from tests.helpers.models import tiny
 
 shapes = st.integers(2, 9).flatmap(lambda stages: st.tuples(st.just(stages), st.integers(2, stages)))
@@ -338,6 +338,39 @@ def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_pat
     first = ("full", 0), ("quarter", 0), ("smaller", 0), ("full", 1)
     assert done(8.5) == [*first], "as many as fit, by what those before them took"
     assert done(50.0) == [*first, ("quarter", 1)]
+
+
+class FailingRunner(Runner):
+    """A runner that has no memory for one of the variants."""
+
+    def one(self, run: StudyRun) -> dict[str, Any]:
+        if run.variant.name == "full":
+            raise torch.OutOfMemoryError("out of memory")
+        return super().one(run)
+
+
+def test_a_run_that_fails_keeps_no_other_from_being_done(
+    study_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study, results = chosen(load_study(study_file), ["full", "smaller"]), tmp_path / "results.jsonl"
+    study = replace(study, seeds=[0], measuring=EvalSettings(tokens=64, final_tokens=64, part_tokens=64, keep=[]))
+    with pytest.raises(UserError, match=r"could be done: 'full', seed 0: out of memory$"):
+        FailingRunner(study, results, StudyDevice(), lambda run, share, how: None).run()
+    assert [run["variant"] for run in read_results(results)] == ["smaller"]
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_larger_model_is_expected_to_take_longer(study_file: Path, tmp_path: Path) -> None:
+    """Or it would be begun when there is no time left for it."""
+    wide = tiny("qwen3_moe", num_hidden_layers=4, hidden_size=64)
+    (tmp_path / "wide.json").write_text(json.dumps(wide.to_dict()), encoding="utf-8")
+    study = load_study(study_file)
+    full = study.variant[0]
+    study = replace(study, seeds=[0], variant=[full, replace(full, name="wide", model=str(tmp_path / "wide.json"))])
+    runner, (small, large) = Runner(study, tmp_path / "none", StudyDevice(), lambda *_: None), study.runs
+    assert runner._expected_s(small) == 0, "nothing was measured"
+    runner._paces = [1e-9, 1e-9]
+    assert runner._expected_s(large) > 3 * runner._expected_s(small) > 0
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
