@@ -171,7 +171,7 @@ def room_of(node: Node, workload: Workload, stage: int, layers: int) -> Room:
     if node.devices == 1 or device_mode(node, workload, stage, layers) is DeviceMode.REPLICAS:
         return Room(node.devices * slots, node.devices)
     parts = _parts(stage, device_layers(workload, stage, layers, node.devices))
-    return Room(min(workload.slots(node.memory_bytes, *part) for part in parts), 1)
+    return Room(min(workload.on_device(part.bridges).slots(node.memory_bytes, *part[:2]) for part in parts), 1)
 
 
 def device_mode(node: Node, workload: Workload, stage: int, layers: int) -> DeviceMode:
@@ -195,7 +195,7 @@ def device_layers(workload: Workload, stage: int, layers: int, devices: int) -> 
 
 def device_bytes(node: Node, workload: Workload, stage: int, layers: int, slots: int) -> int:
     """Memory of each device with which each of the node's workers has so many slots."""
-    parts = {(stage, layers)}
+    parts = _parts(stage, (layers,))
     if node.devices > 1 and device_mode(node, workload, stage, layers) is DeviceMode.SHARDED:
         parts = _parts(stage, device_layers(workload, stage, layers, node.devices))
     return _needed_bytes(workload, parts, slots)
@@ -206,15 +206,27 @@ def _even(layers: int, devices: int) -> tuple[int, ...]:
     return tuple(each + (device >= devices - extra) for device in range(devices))
 
 
-def _parts(stage: int, layers: tuple[int, ...]) -> set[tuple[int, int]]:
-    """What devices hold, as stages and their layers: those after the first have layers alone, as stages other than 0
-    do."""
-    return {(stage, layers[0]), *((max(stage, 1), each) for each in layers[1:] if each)}
+class DevicePart(NamedTuple):
+    """What a device holds of a stage, as a stage with its layers."""
+
+    stage: int
+    layers: int
+    bridges: bool
 
 
-def _needed_bytes(workload: Workload, parts: Iterable[tuple[int, int]], slots: int) -> int:
+def _parts(stage: int, layers: tuple[int, ...]) -> set[DevicePart]:
+    """What devices with so many layers of a stage hold: those after the first have layers alone, as stages other than 0
+    do, and bridges are on the last."""
+    held = [(max(stage, min(at, 1)), each) for at, each in enumerate(layers) if each or not at]
+    return {DevicePart(*each, bridges=at == len(held) - 1) for at, each in enumerate(held)}
+
+
+def _needed_bytes(workload: Workload, parts: Iterable[DevicePart], slots: int) -> int:
     """Memory of a device that could hold any of the parts, with so many slots."""
-    return max(workload.fixed_bytes(*part) + slots * workload.held_bytes(part[1]) for part in parts)
+    return max(
+        workload.on_device(part.bridges).fixed_bytes(*part[:2]) + slots * workload.held_bytes(part.layers)
+        for part in parts
+    )
 
 
 def _links(cluster: Cluster, workload: Workload) -> dict[str, Any]:

@@ -8,7 +8,7 @@ must hold. Seconds come in `cost_model`, where the workload meets the cluster.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, NamedTuple
 
@@ -213,6 +213,14 @@ class Workload:
         if self.adapter_parameters:
             return layers * self.adapter_parameters
         return self.stage_parameters(stage, layers) + self.bridge_parameters
+
+    def on_device(self, bridges: bool) -> Workload:
+        """The workload of one device of a node that shards its stage, with the bridges or without."""
+        return self if bridges or not self.bridge_parameters else self._without_bridges
+
+    @cached_property
+    def _without_bridges(self) -> Workload:
+        return replace(self, bridge_parameters=0)
 
     def _trained_ends(self, stage: int) -> int:
         """Those of them that belong to no layer."""

@@ -8,18 +8,18 @@ places in the flat layout of the whole stage, and gradients are added up in host
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams, layout, mean_squared_norm
 from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import EarlyExit, Key, StageStep, input_gradient
-from skippipe.optim.interface import BLOCK, HOST_PIECE, ParamSlot
+from skippipe.optim.interface import BLOCK, HOST_PIECE, Optimizer, ParamSlot
 
 
 class Segment(NamedTuple):
@@ -40,6 +40,7 @@ class ShardedParams:
     def __init__(self, parts: Sequence[FlatParams], slots: Sequence[ParamSlot], frozen: Sequence[ParamSlot]) -> None:
         """`slots` and `frozen` are the layouts of the whole stage: of weights that are trained, and of those that are
         not. UserError if blocks of the optimizer's state would lie across devices."""
+        check_blocks(type(parts[0].optimizer), slots, [each.slots for each in parts])
         self.parts = parts
         self.slots = slots
         states = parts[0].optimizer.state_tensors
@@ -57,14 +58,6 @@ class ShardedParams:
         }
         for number, section in enumerate(sections):
             runs = _runs([Segment(slot.start, slot.size, *held[number, slot.name]) for slot in section])
-            if 0 < number <= len(states) and states[number - 1].dtype == "8bit":
-                first_of = [_sections(each)[number][0] for each in parts]
-                if any(run.start % BLOCK or (run.at - first_of[run.part]) % BLOCK for run in runs):
-                    raise UserError(
-                        f"a stage cannot be divided over several devices if the optimizer's blocks of {BLOCK} numbers "
-                        f"would lie across them, as with a hidden size that is no multiple of {BLOCK}; take another "
-                        "optimizer than one in 8 bits, or more stages, so that each fits one device"
-                    )
             start = self.state_parts[number].start
             self._segments += [run._replace(start=start + run.start) for run in runs]
         on_card = parts[0].values.is_cuda
@@ -148,6 +141,25 @@ def _sections(each: FlatParams) -> list[tuple[int, Sequence[ParamSlot]]]:
     return list(zip(starts, sections, strict=True))
 
 
+def check_blocks(optimizer: type[Optimizer], slots: Sequence[ParamSlot], parts: Sequence[Sequence[ParamSlot]]) -> None:
+    """UserError if blocks of its state would lie across devices; `slots` are the layout of the whole stage, `parts` of
+    what each device holds."""
+    for state in optimizer.state_tensors:
+        held = {slot.name: (part, slot.start) for part, each in enumerate(parts) for slot in state.slots(each)}
+        runs = _runs([Segment(slot.start, slot.size, *held[slot.name]) for slot in state.slots(slots)])
+        if state.dtype == "8bit" and any(run.start % BLOCK or run.at % BLOCK for run in runs):
+            raise UserError(
+                f"a stage cannot be divided over several devices if the optimizer's blocks of {BLOCK} numbers would "
+                f"lie across them, as with a hidden size that is no multiple of {BLOCK}; take another optimizer than "
+                "one in 8 bits, or more stages, so that each fits one device"
+            )
+
+
+def whole_layout(parts: Iterable[Iterable[tuple[str, nn.Parameter]]]) -> list[ParamSlot]:
+    """The layout of a stage, as on one device, from what its devices hold."""
+    return layout(sorted(chain.from_iterable(parts), key=lambda pair: _place(pair[0])))
+
+
 def _runs(segments: Sequence[Segment]) -> list[Segment]:
     """Segments that follow each other on one device as one."""
     found: list[Segment] = []
@@ -180,10 +192,9 @@ class ShardedStep:
         has the bridges."""
         self.parts = parts
         self.device = parts[0].device
-        trained = [pair for each in parts for pair in each.model.trained_weights()]
-        frozen = [pair for each in parts for pair in each.model.frozen_weights()]
-        layouts = [layout(sorted(each, key=lambda pair: _place(pair[0]))) for each in (trained, frozen)]
-        self.weights = ShardedParams([each.weights for each in parts], *layouts)
+        trained = whole_layout(each.model.trained_weights() for each in parts)
+        frozen = whole_layout(each.model.frozen_weights() for each in parts)
+        self.weights = ShardedParams([each.weights for each in parts], trained, frozen)
         self._passages: dict[Key, Passage] = {}
         self._exits: dict[Key, EarlyExit] = {}
 

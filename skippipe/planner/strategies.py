@@ -70,9 +70,15 @@ def _with_codecs(problem: Problem, budget: CodecBudget, strategy: Strategy, requ
     plans: list[Plan] = []
     for number, one in enumerate(searched):
         if not plans or not request.stopped():
-            found = _make_plan(one, strategy, each)
-            request.progress("choosing codecs", (number + 1) / len(works), seconds(iteration_ns(found)))
+            share = number / len(works)
+
+            def on_progress(what: str, done: float, best_s: float | None, share: float = share) -> None:
+                request.progress(f"{what}, codecs not yet chosen", share + done / len(works), best_s)
+
+            found = _make_plan(one, strategy, replace(each, progress=on_progress))
             plans.append(choose_codecs(found, budget, problem.timing))
+            chosen_s = seconds(iteration_ns(min(plans, key=iteration_ns)))
+            request.progress("choosing codecs", (number + 1) / len(works), chosen_s)
     best = min(plans, key=iteration_ns)
     usual = replace(works[0], gradient_dtype=budget.usual[1])
     same_memory = (replace(searched[0], workload=usual).costs.slots == searched[0].costs.slots).all()
@@ -93,6 +99,7 @@ def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pl
         plan = TwoPhaseSearch(problem, strategy, request).plan()
     plan = averaging_fastest(plan, thorough=True)
     plan = plan.promising(simulate(plan, problem.timing))
+    request.progress("searching", 1.0, seconds(iteration_ns(plan)))
     return _bounded(problem, plan, request) if request.bound_s else plan
 
 
@@ -167,10 +174,10 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
         bound = lower_bound(same, EARLY_BOUND_SHARE * request.bound_s, request.clock, request.stopped)
     what = f"searching, no plan is under {seconds(bound.ns):.1f} s" if bound.reason else "searching"
 
-    def on_progress(done: float, best_ns: float | None) -> None:
+    def on_progress(done: float, best_ns: int) -> None:
         spent = (request.clock() - began) / request.budget_s if request.budget_s else 1.0
         share = min(1.0, max(spent, done / changes))
-        request.progress(what, share, None if best_ns is None else best_ns / 1e9)
+        request.progress(what, share, seconds(best_ns))
 
     jitter = Jitter(request.robust, CHOOSING_DRAWS, CHOOSING_SEED) if request.robust else None
     keep_stages = request.placement is not None

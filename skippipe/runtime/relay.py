@@ -87,7 +87,11 @@ class RelayAgent:
                         "members, or was revoked; have it invited with 'skippipe invite --relay'"
                     )
             elif lost.reason is LossReason.HANDSHAKE:
-                log.warning("%s: the program there does not hold the coordinator's key", self._coordinator)
+                log.warning(
+                    "%s: the program there does not hold the coordinator's key, or has just ended", self._coordinator
+                )
+            elif lost.reason is LossReason.UNFINISHED:
+                log.info("%s: connections come about, and nothing arrives; waiting for it", self._coordinator)
             else:
                 log.info("the coordinator is gone; waiting for it, or for the next")
         if COORDINATOR in self._mailbox.connected:

@@ -45,7 +45,11 @@ from skippipe.transport.token_gate import TOKEN_BYTES, token_of
 log = logging.getLogger(__name__)
 CLOSE_LINGER_S = 1.0  # for the last messages to leave
 REACHED_S = 5.0  # for a node to be reached at the address that it announces; then it has to call
-NOT_THE_NODE = (LossReason.HANDSHAKE, LossReason.FOREIGN)  # another machine has this address here
+NOT_THE_NODE = (
+    LossReason.HANDSHAKE,
+    LossReason.UNFINISHED,
+    LossReason.FOREIGN,
+)  # another machine has this address here
 TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 APART_S = (60.0, 3600.0)  # until two nodes that cannot call each other try again: at first, and at most
 REQUESTED_S = 10.0  # from a request to be called to the report that it failed

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from skippipe.cluster import DeviceMode
 from skippipe.codecs import compile_on_device
 from skippipe.collectives import COLLECTIVES, GroupConfig, MakeAverager
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.cost_model import device_layers, device_mode
-from skippipe.model.sharded_stage import ShardedStep
-from skippipe.model.stage import layer_ranges, trained_bridges
+from skippipe.errors import UserError
+from skippipe.model.flat_params import layout
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.sharded_stage import ShardedStep, check_blocks, whole_layout
+from skippipe.model.stage import StageModel, layer_ranges, trained_bridges
 from skippipe.model.stage_step import StageStep
+from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.runtime.device_pool import DevicePool
 from skippipe.runtime.node.interfaces import TRAINING, NodeEnv, Role, Roles, node_devices
@@ -80,10 +86,45 @@ def build_node_executor(
     return DevicePool(made) if len(made) > 1 else made[0]
 
 
-def _is_sharded(plan: Plan, number: int, devices: Sequence[str]) -> bool:
+def _is_sharded(plan: Plan, number: int, devices: Sequence[object]) -> bool:
     stage, node = plan.stage_of[number], plan.cluster.nodes[number]
     mode = device_mode(node, plan.workload, stage, plan.layers[stage])
     return len(devices) > 1 and mode is DeviceMode.SHARDED
+
+
+def _device_parts(plan: Plan, stage: int, devices: int) -> list[tuple[int, range]]:
+    """The devices that hold a part of a stage, and its layers there."""
+    first, counts = layer_ranges(plan.layers)[stage].start, plan.layers[stage]
+    parts = layer_ranges(device_layers(plan.workload, stage, counts, devices))
+    return [
+        (at, range(first + part.start, first + part.stop))
+        for at, part in enumerate(parts)
+        if part or (stage == 0 and at == 0)
+    ]
+
+
+def check_sharding(plan: Plan, spec: ModelSpec) -> None:
+    """UserError if a node is to divide its stage over devices as its optimizer cannot; nodes find it out only when they
+    build their stages."""
+    for number, stage in plan.stage_of.items():
+        node = plan.cluster.nodes[number]
+        if not _is_sharded(plan, number, range(node.devices)):
+            continue
+        held, bridges = _device_parts(plan, stage, node.devices), trained_bridges(spec, stage, len(plan.layers))
+        with torch.device("meta"):
+            last = held[-1][0]
+            models = [
+                StageModel(spec, part, ends=stage == 0 and at == 0, bridges=bridges if at == last else None)
+                for at, part in held
+            ]
+        trained = [list(each.trained_weights()) for each in models]
+        try:
+            check_blocks(OPTIMIZERS[plan.workload.optimizer], whole_layout(trained), list(map(layout, trained)))
+        except UserError as error:
+            raise UserError(
+                f"learning.optimizer: {plan.workload.optimizer}, and '{node.name}' divides stage {stage} over its "
+                f"{node.devices} devices (devices and device_mode in the cluster file): {error}"
+            ) from None
 
 
 def build_stage_executor(
@@ -98,22 +139,16 @@ def build_stage_executor(
 ) -> StageExecutor:
     """The executor of a stage, on one device or divided over several; only the layers of this stage are made."""
     spec, plan = node_config.spec(), node_config.plan
-    layers = layer_ranges(plan.layers)[stage]
-    counts = device_layers(plan.workload, stage, len(layers), len(devices))
     if node_config.compiled:
         compile_on_device()
-    held = [
-        (at, device, part)
-        for at, (device, part) in enumerate(zip(devices, layer_ranges(counts), strict=True))
-        if part or (stage == 0 and at == 0)
-    ]
+    held = _device_parts(plan, stage, len(devices))
     parts = [
         StageStep(
             spec,
-            range(layers.start + part.start, layers.start + part.stop),
+            part,
             node_config.learning,
             ends=stage == 0 and at == 0,
-            device=device,
+            device=devices[at],
             compute_dtype=plan.workload.compute_dtype,
             recompute=plan.workload.activation_checkpointing,
             split_backward=plan.split_backward,
@@ -121,7 +156,7 @@ def build_stage_executor(
             offload=plan.workload.offload == "optimizer",
             bridges=trained_bridges(spec, stage, len(plan.layers)) if at == held[-1][0] else None,
         )
-        for at, device, part in held
+        for at, part in held
     ]
     return StageExecutor(
         stage,

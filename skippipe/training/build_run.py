@@ -43,6 +43,7 @@ from skippipe.runtime.coordinator.settings import (
     ValidationSettings,
 )
 from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.train_role import check_sharding
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import PathLength, parse_share, parts_of, path_length_text, visited_of
 from skippipe.timeline import Timing
@@ -267,6 +268,7 @@ def build_run(
     request = request or PlanRequest(seed=job.seed, budget_s=job.pipeline.budget_s)
     if plan is None:
         plan = _make_job_plan(job, cluster, example, spec, request)
+    check_sharding(plan, spec)
     lengths = _lengths(job, len(plan.stages), plan.visited)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
     held_out = held_out_text(job.validation, job.data, tokens, reading)

@@ -8,6 +8,7 @@ vanished is noticed, how they are closed, and what their monitors report.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -126,6 +127,10 @@ def join_address(host: str, port: int) -> str:
 
 
 HANDSHAKE_S = 30.0
+HANDSHAKE_BEGUN_S = 24.0
+"""For the side that connects. It gives up first: a handshake that the other side ends was then refused there."""
+UNFINISHED_HANDSHAKE = -1
+"""An event beside those of libzmq: nobody has ended the handshake, the time for it is over."""
 LEAST_LINGER_S = 0.1
 """The least time for what is queued when a socket is closed. With none, a message of several parts may be cut off
 between them, and libzmq ends the process (session_base.cpp, clean_pipes: "Resource temporarily unavailable") if the
@@ -228,6 +233,7 @@ def push_socket(context: Context, host: str, most_queued: int, reconnect_most_ms
     push.setsockopt(zmq.LINGER, 0)
     push.setsockopt(zmq.SNDHWM, most_queued)
     push.setsockopt(zmq.IPV6, int(":" in host))
+    push.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_BEGUN_S * 1000))
     push.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS if reconnect_most_ms else -1)
     if reconnect_most_ms:
         push.setsockopt(zmq.RECONNECT_IVL_MAX, reconnect_most_ms)
@@ -262,10 +268,11 @@ def monitor_events(monitor: Socket) -> Iterator[int]:
     """The events that a socket's monitor has reported since the last call."""
     while True:
         try:
-            event, _ = EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
+            event, value = EVENT.unpack(monitor.recv_multipart(zmq.NOBLOCK)[0])
         except zmq.Again:
             return
-        yield event
+        closed = value in (errno.EPIPE, errno.ECONNRESET)  # else the last error before libzmq's timer
+        yield UNFINISHED_HANDSHAKE if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and not closed else event
 
 
 def close_sending(socket: Socket, monitor: Socket, linger_s: float) -> None:

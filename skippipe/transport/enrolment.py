@@ -22,6 +22,7 @@ import zmq
 from skippipe.errors import UserError
 from skippipe.transport.addresses import (
     CONNECTION_EVENTS,
+    UNFINISHED_HANDSHAKE,
     Place,
     endpoint,
     is_numeric,
@@ -43,6 +44,7 @@ MOST_REQUEST_BYTES = 2**15
 CONNECT_S = 5.0  # for a connection to come about
 REACH_IN_BRIEF_S = 2.0
 RETRY_S = 1.0  # from one attempt to reach the coordinator to the next
+HANDSHAKE_BEGUN_S = 8.0  # for the side that connects: less than admission has, see `addresses`
 REPLY_S = 10.0  # for an answer to a small request
 CALLED_PREFIX = b"skippipe calls back "
 
@@ -206,6 +208,7 @@ class AdmissionClient:
         self._dealer.setsockopt(zmq.SNDHWM, 64)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, MOST_REQUEST_BYTES)
         self._dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._dealer.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * HANDSHAKE_BEGUN_S))
         self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
         self._dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
         self._dealer.setsockopt(zmq.CURVE_SERVERKEY, coordinator_public.encode())
@@ -262,7 +265,7 @@ class AdmissionClient:
                     raise NoConversation(Refusal.KEY_UNKNOWN)
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):
                     raise NoConversation(Refusal.OTHER_KEY)
-                if event == zmq.EVENT_DISCONNECTED:
+                if event in (UNFINISHED_HANDSHAKE, zmq.EVENT_DISCONNECTED):
                     raise NoConversation(Refusal.NO_ANSWER)
         raise NoConversation(Refusal.NO_ANSWER)
 

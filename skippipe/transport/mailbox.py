@@ -17,8 +17,8 @@ than the handshake.
 Where two mailboxes are connected both ways under CURVE, the first large tensor opens a fast path (see `fast_path`), and
 from then on all messages in that direction go there. Nothing changes for callers but the speed.
 
-Handshakes are answered inside `receive`: a node that does not call it for HANDSHAKE_S keeps others from connecting
-(connections that stand are not affected).
+Handshakes are answered inside `receive`: a node that does not call it for HANDSHAKE_BEGUN_S keeps others from
+connecting (connections that stand are not affected).
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from skippipe.codecs import Buffer
 from skippipe.transport.addresses import (
     CONNECTION_EVENTS,
     HANDSHAKE_S,
+    UNFINISHED_HANDSHAKE,
     Context,
     Place,
     Socket,
@@ -58,7 +59,10 @@ class LossReason(StrEnum):
     """The connection, or its fast path, was up and broke. Messages on their way are lost, and those queued for the
     fast path; those still queued under CURVE are sent when it is up again."""
     HANDSHAKE = "handshake failed"
-    """The program at that address does not hold the expected key; tried again and again."""
+    """The program at that address has ended the handshake: if it does so every time, it does not hold the expected key;
+    once, it may have ended itself. Tried again and again."""
+    UNFINISHED = "handshake unfinished"
+    """The program at that address has accepted a connection and is silent: it may be busy. Tried again and again."""
     FOREIGN = "protocol error"
     """The program at that address has another protocol, or another security. Given up, as when refused."""
     REFUSED = "refused"
@@ -183,7 +187,7 @@ class Sender:
                 self._dial_at = now + HANDSHAKE_S
         if not (self.connected or self._dialling) and now >= self._dial_at:
             if self._greeting is not None:
-                self._wrong[self._greeting] = LossReason.HANDSHAKE
+                self._wrong[self._greeting] = LossReason.UNFINISHED
             self._dial()
         return loss
 
@@ -319,6 +323,8 @@ class Sender:
                 found = self._is_wrong(LossReason.FOREIGN) or found
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 found = found or self._is_wrong(LossReason.HANDSHAKE)
+            elif event == UNFINISHED_HANDSHAKE:
+                found = found or self._is_wrong(LossReason.UNFINISHED)
         if self._held is not None:
             found = self._poll_dialling() or found
         if self.connected and self._held:

@@ -39,6 +39,22 @@ def test_where_it_does_not_its_layers_are_divided(stage: int, divided: tuple[int
     assert room_of(replace(node, memory_bytes=needed - 1), LLAMA, stage, 8).slots == (0 if stage == 0 else 1)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_bridges_are_on_the_last_device_alone(stage: int) -> None:
+    """So the sum over the devices is what the runtime holds, and what a node with all on one device does."""
+    workload = replace(LLAMA, bridge_parameters=10**9, bridge_rank=64)
+    node = Node("n", "here", 1e14, GIB, devices=3, device_mode=DeviceMode.SHARDED)
+    layers = device_layers(workload, stage, 6, 3)
+    parts = [(0 if stage == 0 and at == 0 else 1, each) for at, each in enumerate(layers)]
+    needed = [LLAMA.fixed_bytes(*part) + LLAMA.held_bytes(part[1]) for part in parts]
+    bridges = workload.fixed_bytes(1, 1) - LLAMA.fixed_bytes(1, 1)
+    assert bridges == 20 * 10**9
+    most = max(*needed[:-1], needed[-1] + bridges)
+    assert device_bytes(node, workload, stage, 6, 1) == most
+    assert room_of(replace(node, memory_bytes=most), workload, stage, 6) == Room(1, 1)
+    assert room_of(replace(node, memory_bytes=most - 1), workload, stage, 6).slots == 0
+
+
 def two_stages(devices: int, slots: int, *lanes: tuple[int, int], upload: float | None = None) -> Plan:
     """Nodes 0, 1 and 3 hold stage 0, node 2, which has several devices, stage 1."""
     cluster = uniform_cluster(4)

@@ -57,16 +57,17 @@ def costs(plan: Json) -> Costs:
     gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
     ratio = work["backward_ratio"] * (1 - share) if adapters else work["backward_ratio"]
 
-    def trained_by(stage: int, layers: int) -> int:
-        return layers * adapters if adapters else layers * layer_parameters + (ends if stage == 0 else 0) + bridges
+    def trained_by(stage: int, layers: int, bridged: bool = True) -> int:
+        model = layers * layer_parameters + (ends if stage == 0 else 0)
+        return layers * adapters if adapters else model + bridged * bridges
 
-    def rounds_by(stage: int, layers: int) -> list[int]:
-        trained, dtype = trained_by(stage, layers), gradient_dtypes[stage]
+    def rounds_by(stage: int, layers: int, bridged: bool = True) -> list[int]:
+        trained, dtype = trained_by(stage, layers, bridged), gradient_dtypes[stage]
         return rounds_of(model, stage == 0, layers, trained, dtype) or [wire(trained, dtype)]
 
-    def fixed_by(stage: int, layers: int) -> int:
-        total: int = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers)
-        total += 3 * sum(rounds_by(stage, layers)) if gradient_dtypes[stage].startswith("rank-") else 0
+    def fixed_by(stage: int, layers: int, bridged: bool = True) -> int:
+        total: int = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers, bridged)
+        total += 3 * sum(rounds_by(stage, layers, bridged)) if gradient_dtypes[stage].startswith("rank-") else 0
         total += checkpointing * layer_bytes + (8 * n * t * v if stage == 0 else 0)
         if adapters:
             linear = layers * (attention + (3 * d * f if e == 1 else 0)) + (ends if stage == 0 else 0)
@@ -78,8 +79,8 @@ def costs(plan: Json) -> Costs:
         each: int = token_bytes * d if checkpointing else layer_bytes
         return layers * each
 
-    def room(node: Json, stage: int, layers: int) -> int:
-        free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers)) // max(1, held_by(layers)))
+    def room(node: Json, stage: int, layers: int, bridged: bool = True) -> int:
+        free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers)))
         most: int = free if work["max_slots"] is None else work["max_slots"]
         return min(free, most)
 
@@ -92,9 +93,10 @@ def costs(plan: Json) -> Costs:
         def evenly(layers: int, count: int) -> list[int]:
             return [layers // count + (at >= count - layers % count) for at in range(count)]
 
-        def parts(first: int) -> list[tuple[int, int]]:
-            """Of every device, the stage that it counts as and its layers."""
-            return [(stage, first), *((stage or 1, each) for each in evenly(layers - first, count - 1) if each)]
+        def parts(first: int) -> list[tuple[int, int, bool]]:
+            """Of every device, the stage that it counts as, its layers, and whether it has the bridges."""
+            found = [(stage, first), *((stage or 1, each) for each in evenly(layers - first, count - 1) if each)]
+            return [(*each, at == len(found) - 1) for at, each in enumerate(found)]
 
         firsts = range(layers // count + 1) if stage == 0 else [layers // count]
         least = min(

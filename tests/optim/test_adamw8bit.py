@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from skippipe.optim import adamw8bit, host_state
 from skippipe.optim.adamw8bit import AdamW8bit
@@ -103,20 +106,26 @@ def test_a_running_mean_follows_changes_that_are_smaller_than_the_distance_of_tw
     assert float(ratio.std()) < 0.05
 
 
-def test_a_step_can_be_traced_whole_and_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is compiled for a GPU: whole pieces; the last one, shorter, is stepped along as it is."""
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_compiled_step_is_traced_once_and_is_the_same(monkeypatch: pytest.MonkeyPatch, offload: bool) -> None:
+    """What a GPU gets, up to its kernels, which take a compiler: whole pieces, of any step, are one graph. The last
+    piece, shorter, is stepped along as it is."""
     piece = 512
     monkeypatch.setattr(adamw8bit, "HOST_PIECE", piece)
     monkeypatch.setattr(host_state, "HOST_PIECE", piece)
+    torch.compiler.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     size, made = 2 * piece + 300, []
-    for traced in (False, True):
+    for compiled in (False, True):
         values = noise(1, size)
-        optimizer = AdamW8bit(values, [ParamSlot("a", (size, 1), 0)], LEARNING)
-        if traced:
-            optimizer._compiled = torch.compile(optimizer._update, backend="eager", fullgraph=True, dynamic=False)
-        for step in range(4):
+        optimizer = AdamW8bit(values, [ParamSlot("a", (size, 1), 0)], LEARNING, offload=offload)
+        if compiled:
+            optimizer.compile()
+        for step in range(6):
             optimizer.step_along(noise(10 + step, size), 0.01 / (1 + step), 0.5)
             optimizer.steps += 1
         made.append((values, *(optimizer.read_state(name, 0, size) for name in optimizer.state)))
+        assert graphs.frame_count == int(compiled)
     for one, other in zip(*made, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

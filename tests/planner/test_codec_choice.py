@@ -186,3 +186,28 @@ def test_the_commands_say_what_was_chosen_and_draw_the_trade(tmp_path: Path, ski
     assert ran.code == 0, ran.err
     assert "0.006" in ran.out and "off the iteration" in ran.out
     assert png.read_bytes()[:4] == b"\x89PNG" and "What codecs give" in page.read_text()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("nats", [None, 0.002])
+def test_what_a_search_shows_is_what_its_plan_promises(missing: bool, nats: float | None) -> None:
+    """Until codecs are chosen, it says that they are not."""
+    cluster = five_sites(10)
+    if missing:
+        bandwidth = cluster.bandwidth_bytes_per_s.copy()
+        bandwidth[2, 5] = bandwidth[5, 2] = 0
+        cluster = replace(cluster, bandwidth_bytes_per_s=bandwidth)
+    budget = None if nats is None else CodecBudget.of(nats, PRICES)
+    problem = Problem(cluster, Workload(MODELS["llama-30m"], microbatches=9), 4, 3, codec_budget=budget)
+    shown: list[tuple[str, float, float]] = []
+
+    def note(what: str, share: float, best_s: float | None) -> None:
+        assert 0 <= share <= 1
+        shown.extend([(what, share, best_s)] if best_s is not None else [])
+
+    found = make_plan(problem, Strategy.BEST, PlanRequest(seed=1, changes=12_000, progress=note))
+    assert found.expected is not None
+    chosen = [best_s for what, _, best_s in shown if not what.endswith("codecs not yet chosen")]
+    assert chosen[-1] == found.expected.iteration_s == min(chosen)
+    assert [share for _, share, _ in shown] == sorted(share for _, share, _ in shown)
+    assert (len(chosen) < len(shown)) == (nats is not None)

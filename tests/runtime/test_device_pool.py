@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from skippipe.model.stage import trained_bridges
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
+from skippipe.planner.problem_spec import cluster_named
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.device_copies import BackgroundCopies
@@ -38,6 +40,8 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import build_node_executor
 from skippipe.skip_schedule import SkipSchedule
+from skippipe.training.build_run import build_run
+from skippipe.training.job_config import ModelConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.transport.message import Message
 from tests.helpers.exact_training import (
@@ -53,6 +57,7 @@ from tests.helpers.exact_training import (
 )
 from tests.helpers.executors import computer_of, noise
 from tests.helpers.models import tiny
+from tests.helpers.pretrained_jobs import job_in
 
 SETTINGS = CoordinatorSettings(LEARNING, ITERATIONS, recovery=RecoverySettings(planning=timedelta(0)))
 TIMEOUT_S = 60.0
@@ -171,6 +176,30 @@ def test_a_divided_stage_computes_what_one_device_does(
 def test_blocks_of_8_bits_do_not_lie_across_devices() -> None:
     with pytest.raises(UserError, match="blocks of 256 numbers would lie across them"):
         stage_0(ModelSpec(tiny("llama", num_hidden_layers=4)), DIVIDED, "adamw8bit", split=False)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw8bit", "adamw"])
+def test_what_an_optimizer_cannot_divide_is_refused_before_nodes_start(tmp_path: Path, optimizer: str) -> None:
+    cluster, _ = cluster_named("datacentre:4")
+    nodes = tuple(replace(node, devices=2, device_mode=DeviceMode.SHARDED) for node in cluster.nodes)
+    replace(cluster, nodes=nodes).save(tmp_path / "cluster.json")
+    tiny("llama", num_hidden_layers=6).save_pretrained(tmp_path / "model")
+    job = job_in(
+        tmp_path,
+        "",
+        cluster=str(tmp_path / "cluster.json"),
+        model=ModelConfig(config=str(tmp_path / "model")),
+        learning=OptimConfig(optimizer),
+    )
+    if optimizer == "adamw":
+        build_run(job)
+        return
+    with pytest.raises(UserError) as caught:
+        build_run(job)
+    said = str(caught.value)
+    assert said.startswith("learning.optimizer: adamw8bit, and '") and "\n" not in said
+    assert " over its 2 devices (devices and device_mode in the cluster file): a stage cannot be divided" in said
+    assert "hidden size that is no multiple of 256" in said
 
 
 @pytest.mark.parametrize(("device", "during"), [(1, "forward"), (0, "backward"), (0, "averaging"), (2, "step")])

@@ -63,8 +63,8 @@ PLACEMENT_SHARE = 0.4  # of the changes, for placements alone
 PLACEMENT_ROUND = 16_384  # changes of a chain in the first round of that
 UNEVEN_LAYERS = 3  # a stage may come to have so many times its even share of the layers
 
-OnProgress = Callable[[float, float | None], None]
-"""Called after a round with the changes tried so far and the best iteration in nanoseconds."""
+OnProgress = Callable[[float, int], None]
+"""Called after a round with the changes tried so far and the nanoseconds that the best plan so far would promise."""
 
 
 @kernel
@@ -147,6 +147,30 @@ class Chain:
         return done
 
 
+OnRound = Callable[[float, Chain], None]
+"""Called after a round with the changes tried so far and the chain that is ahead."""
+
+
+def no_report(done: float, leader: Chain) -> None:
+    pass
+
+
+class BestPromise:
+    """What the best plan so far would promise: chains only estimate how long averaging takes."""
+
+    def __init__(self, problems: Sequence[Problem], starts: Sequence[Plan]) -> None:
+        self._problems, self._starts = problems, starts
+        self._estimate_ns = self._ns = INFINITE_NS
+
+    def ns(self, leader: Chain) -> int:
+        if leader.best_ns < self._estimate_ns:
+            self._estimate_ns, problem = leader.best_ns, self._problems[leader.variant]
+            plans = [*plans_of(problem, leader.best, "best"), *(self._starts if self._ns == INFINITE_NS else ())]
+            valid = (plan for plan in plans if not validate(plan))
+            self._ns = min(self._ns, *(simulate(plan, problem.timing).iteration_ns for plan in valid))
+        return self._ns
+
+
 def search(
     chains: list[Chain],
     changes: float,
@@ -154,7 +178,7 @@ def search(
     *,
     stall_limit: float = math.inf,
     first_round: int = FIRST_ROUND,
-    on_progress: OnProgress = lambda done, best_ns: None,
+    on_round: OnRound = no_report,
 ) -> None:
     """Run chains until they have tried so many changes in all, or `stall_limit` without an improvement."""
     best_ns, better_at = min(chain.best_ns for chain in chains), 0
@@ -167,7 +191,7 @@ def search(
             leader = min(chains, key=lambda chain: chain.best_ns)
             if leader.best_ns < best_ns:
                 best_ns, better_at = leader.best_ns, done
-            on_progress(done, best_ns)
+            on_round(done, leader)
             for chain in chains:
                 if chain.best_ns > (1 + MAX_LAG / rounds) * leader.best_ns:
                     chain.restart_from(leader)
@@ -180,7 +204,7 @@ def improve(
     seed: int,
     changes: float,
     stopped: Callable[[], bool],
-    on_progress: OnProgress = lambda done, best_ns: None,
+    on_progress: OnProgress | None = None,
     keep_stages: bool = False,
     jitter: Jitter | None = None,
     placed: Callable[[], bool] = lambda: False,
@@ -211,7 +235,9 @@ def improve(
     if placing and size <= LARGE:
         _search_placements(chains, placing, PLACEMENT_SHARE * changes, lambda: stopped() or placed())
     stall_limit = STALL * size**2 + FEWEST_STALLED
-    search(chains, changes, stopped, stall_limit=stall_limit, on_progress=on_progress)
+    best = BestPromise(problems, starts)
+    on_round: OnRound = (lambda done, leader: on_progress(done, best.ns(leader))) if on_progress else no_report
+    search(chains, changes, stopped, stall_limit=stall_limit, on_round=on_round)
     found = [plan for chain in chains for plan in plans_of(problems[chain.variant], chain.best, "best")]
     distinct = dict.fromkeys([*starts, *found])  # chains that restarted from the same best may not have left it
     promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct if not validate(plan)]

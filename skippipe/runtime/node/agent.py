@@ -61,6 +61,7 @@ LAST_OP_S = 10.0  # for a pass that is being computed when the node ends
 FIRST_HEARTBEAT_S = 1.0  # the heartbeat until the coordinator sends its own: a node with no stage must not seem silent
 CALLBACK_S = 5.0  # for the coordinator to reach a node at the address that it announces
 TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+WRONG_KEY = 3  # handshakes that the program at the coordinator's address ends in a row: once, it may have ended itself
 RETRY_S = 2.0  # from one attempt to reach the coordinator to the next
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
 
@@ -91,6 +92,8 @@ class NodeAgent:
         self._links = PeerLinks(self._mailbox, join_config.name)
         self._secret = b""
         """For streams to the coordinator; another one with every hello."""
+        self._handshakes_failed = 0
+        """In a row, with the coordinator."""
         self._calls_out = False
         """The coordinator has not reached this node at its address before."""
         self._coordinator = join_config.coordinator
@@ -431,8 +434,14 @@ class NodeAgent:
                 self._cut_off_since = self._cut_off_since or time.monotonic()
                 log.warning("the coordinator is gone; waiting for it to come back")
                 self._connect_to_coordinator()
+            elif lost.reason is LossReason.UNFINISHED:
+                log.warning("the coordinator has not answered yet; waiting for it")
             elif self._cut_off_since is None:
-                raise Stopped(self._explain_loss(lost.reason))
+                self._handshakes_failed += 1
+                if lost.reason is not LossReason.HANDSHAKE or self._handshakes_failed >= WRONG_KEY:
+                    raise Stopped(self._explain_loss(lost.reason))
+        if THE_COORDINATOR in self._mailbox.connected:
+            self._handshakes_failed = 0
         silent_since = self._coordinator_silent_since()
         if silent_since is not None and time.monotonic() > silent_since + self._heartbeat_s:
             self._cut_off_since = self._cut_off_since or time.monotonic()
@@ -469,6 +478,7 @@ class NodeAgent:
             f"'{name}', or its cluster has no '{name}'",
             LossReason.HANDSHAKE: f"{where}: the program there does not hold the key that this node knows as the "
             "coordinator's; is the address right, and were all keys made together?",
+            LossReason.UNFINISHED: f"{where}: the program there does not answer",
             LossReason.FOREIGN: f"{where}: the program there is no coordinator; check the address",
             LossReason.DISCONNECTED: f"the coordinator at {where} is gone",
         }[reason]

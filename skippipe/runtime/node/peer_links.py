@@ -91,7 +91,7 @@ class PeerLinks:
         log.info("connection to '%s': %s", lost.peer, lost.reason)
         if lost.reason in (LossReason.REFUSED, LossReason.FOREIGN):
             self._linked.pop(lost.peer, None)
-        elif lost.reason is LossReason.HANDSHAKE and lost.peer in self._linked:
+        elif lost.reason in (LossReason.HANDSHAKE, LossReason.UNFINISHED) and lost.peer in self._linked:
             self._try_other_way(lost.peer)  # another machine has that address here
         self._broken_since.setdefault(lost.peer, time.monotonic())
 
