@@ -21,7 +21,7 @@ from skippipe.cli.options import Command, check_ranges_of
 app = typer.Typer(
     name="skippipe",
     help="Train large language models over machines that are far apart, unequal and unreliable.\n\n"
-    "Start with: skippipe compare published20 --contention-only, then skippipe job and skippipe train.",
+    "Start with: skippipe compare published20 --full-timing, then skippipe job and skippipe train.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

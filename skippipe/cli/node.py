@@ -77,7 +77,10 @@ NodeDevices = Annotated[
 
 def node(
     invitation: Annotated[
-        str | None, typer.Argument(metavar="INVITATION", help="Needed once; the node remembers.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="INVITATION", help="Needed once; the node keeps its key and the address.", show_default=False
+        ),
     ] = None,
     join: Join = None,
     key: KeyOption = None,
@@ -154,7 +157,10 @@ def _key_path(given: Path | None) -> Path:
 
 def relay(
     invitation: Annotated[
-        str | None, typer.Argument(metavar="INVITATION", help="Needed once; the relay remembers.", show_default=False)
+        str | None,
+        typer.Argument(
+            metavar="INVITATION", help="Needed once; the relay keeps its key and the address.", show_default=False
+        ),
     ] = None,
     join: Join = None,
     key: Annotated[

@@ -78,7 +78,7 @@ ContentionOnly = Annotated[
     typer.Option(
         "--contention-only/--full-timing",
         help="The timing of the SkipPipe paper: links carry any number of transfers at once, and the iteration ends "
-        "with the last backward. Or everything: transfers on a link queue, averaging and optimizer step are counted.",
+        "with the last backward. Or full timing, which counts everything: queues on links, averaging, optimizer step.",
         show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
@@ -180,18 +180,21 @@ class SweepOptions:
     ] = None
     wire: Annotated[
         str | None,
-        workload_option(f"Activations on the wire: {', '.join(CODECS)}; or all that will do, as in bf16,int8.", "bf16"),
+        workload_option(
+            f"Codec of activations on links: {', '.join(CODECS)}. Of several (bf16,int8) the smallest.",
+            "bf16",
+        ),
     ] = None
     gradients: Annotated[
         str | None,
-        workload_option(f"Weight gradients on the wire, likewise; or of low rank: {', '.join(LOW_RANK)}.", "fp32"),
+        workload_option(f"Codec of weight gradients, likewise; or of low rank: {', '.join(LOW_RANK)}.", "fp32"),
     ] = None
     nats: Annotated[
         str | None,
         workload_option(
-            "Loss that codecs may add: every link and stage gets one of its own, of those of --wire and --gradients or "
-            "else of all that have a price, so that iterations are shortest. 'sweep' takes several: 0,0.005,0.01.",
-            "no choice: the smallest of --wire and of --gradients everywhere",
+            "Loss, in nats, that codecs may add. Every link and stage then gets its own codec, so that iterations are "
+            "shortest: one of --wire and --gradients, or of all with a price. 'sweep' takes several: 0,0.005,0.01.",
+            "one codec everywhere: the smallest of --wire, and of --gradients",
         ),
     ] = None
     prices: Annotated[
@@ -201,7 +204,9 @@ class SweepOptions:
     lora: Annotated[
         int | None,
         Range(0, 100_000),
-        workload_option("Rank of adapters, which are trained in place of the model (LoRA).", "0: the model is"),
+        workload_option(
+            "Rank of LoRA adapters, which are trained in place of the weights.", "0: all weights are trained"
+        ),
     ] = None
     optimizer: Annotated[
         str | None,

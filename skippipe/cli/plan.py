@@ -77,8 +77,8 @@ def plan(
         int | None,
         MICROBATCHES,
         workload_option(
-            "The batch is open: from --microbatches to so many, as many as train the most samples a second (best "
-            "only).",
+            "The planner chooses how many microbatches an iteration has, from --microbatches up to this: as many as "
+            "train the most samples a second (best only).",
             "as many as --microbatches says",
         ),
     ] = None,
@@ -193,7 +193,7 @@ def compare(
 ) -> None:
     """Plan with every strategy and put them side by side: seconds, bytes moved, collisions.
 
-    Example: skippipe compare published20 --contention-only
+    Example: skippipe compare published20 --full-timing
     """
     placement, options = with_stages_of(keep_stages, cluster, options)
     problem = problem_from(cluster, options)
