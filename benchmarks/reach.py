@@ -2,7 +2,7 @@
 
     python -m benchmarks.reach start [--nodes 20] [--cluster published20] [--load 0]
     python -m benchmarks.reach plan [--cluster published20] [--changes 60000] [--bound 20] [--relays 100,500,2000]
-    python -m benchmarks.reach iteration [--iterations 12] [--time 0.1] [--rounds 1] [--relay]
+    python -m benchmarks.reach iteration [--iterations 12] [--time 0.1] [--rounds 1] [--relay] [--upload 0.5]
     python -m benchmarks.reach promise [--nodes 6] [--rate 0.12] [--iterations 5] [--shared]
     python -m benchmarks.reach serving [--prompts 16]
 
@@ -16,8 +16,9 @@ nodes of different locations meet at a relay that carries so many megabytes a se
 own network.
 `iteration` takes the median time of an iteration, the first left out, over links that are as slow as the cluster file
 says, scaled by `--time`; the plan for half out only does without links between two of those, and is run with all nodes
-reachable as well: that is what another side to dial costs, beside what other links cost. With `--relay` it does not do
-without them: they meet at a `skippipe relay` on this machine, over links as slow as theirs, and the plan is the same.
+reachable as well: that is what another side to dial costs, beside what other links cost. With
+`--relay`, as many nodes have an upload of so many megabytes a second each (`--upload`), to which they keep, and no
+other limit; those that are out only meet at a `skippipe relay`, and the plan is the same as with all reachable.
 `promise` has no node that can
 be called, and one relay, a `skippipe relay` that carries so many megabytes a second: the time that the plan promises,
 which counts on that rate, beside the median time of an iteration. Every node has an equal part of it, as plans count,
@@ -238,8 +239,9 @@ def iteration(asked: argparse.Namespace) -> int:
     half = every_second(cluster)
     fewer = without_links(cluster, half)
     cases: dict[str, tuple[Cluster, list[str]]] = {"all reachable": (cluster, []), "half out only": (fewer, half)}
-    if asked.relay:
-        cases["half out only"] = cluster, half
+    if asked.relay:  # emulated links are for nodes that a coordinator starts by itself, and relays for others
+        cluster = machine(len(cluster), asked.upload)
+        cases = {"all reachable": (cluster, []), "half out only": (cluster, every_second(cluster))}
     else:
         cases["all reachable, links of half out only"] = fewer, []
     seconds: dict[str, list[float]] = {what: [] for what in cases}
@@ -248,8 +250,9 @@ def iteration(asked: argparse.Namespace) -> int:
         for number in range(asked.rounds):
             for what, (links, out_only) in cases.items():
                 folder = Path(name) / f"{what} {number}"
+                scale = 0.0 if asked.relay else asked.time
                 taken, promised[what] = trained(
-                    links, folder, out_only, asked, say_so=True, scale=asked.time, relay=asked.relay and bool(out_only)
+                    links, folder, out_only, asked, say_so=True, scale=scale, relay=asked.relay
                 )
                 seconds[what] += taken.seconds[1:]
     print(f"{'':<38} {'promised':>9} {'measured':>9}   spread")
@@ -340,11 +343,13 @@ def promise(asked: argparse.Namespace) -> int:
     return abs(ratio - 1) > KEPT
 
 
-def machine(nodes: int) -> Cluster:
-    """Nodes of this machine, with no limit but the relay's: what they compute takes little beside what they send."""
+def machine(nodes: int, upload: float | None = None) -> Cluster:
+    """Nodes of this machine, with no limit but the relay's, or their uploads of so many MB/s: what they compute takes
+    little beside what they send."""
+    rate = upload and 1e6 * upload
     return Cluster(
         "this machine",
-        tuple(Node(f"n{number}", "here", NODE_FLOPS, 2**30) for number in range(nodes)),
+        tuple(Node(f"n{number}", "here", NODE_FLOPS, 2**30, rate) for number in range(nodes)),
         np.full((nodes, nodes), HOP_S),
         np.full((nodes, nodes), 1e9),
     )
@@ -409,6 +414,7 @@ def main() -> int:
             each.add_argument("--time", type=float, default=0.1)
             each.add_argument("--rounds", type=int, default=1)
             each.add_argument("--relay", action="store_true")
+            each.add_argument("--upload", type=float, default=0.5)
     each = kinds.add_parser("plan")
     each.add_argument("--cluster", choices=EXAMPLES, default="published20")
     each.add_argument("--changes", type=float, default=60_000)
