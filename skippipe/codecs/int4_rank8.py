@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from skippipe.codecs.hadamard import TILE
 from skippipe.codecs.int4 import Int4, Int4Stochastic, error_bound, mixed
-from skippipe.codecs.interface import SMALLEST_SCALE, Codec, kernels_for
+from skippipe.codecs.interface import SMALLEST_SCALE, kernels_for
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,9 +66,6 @@ class Int4Rank8(Int4):
         left, right = (each.view(torch.int8).reshape(len(rest), RANK, -1).mT for each in (across, down))
         low = _product(left, right, scales.clone().view(torch.float32))  # a clone: they may begin on any byte
         return (rest + low).view(shape)
-
-    def rounded(self, tensor: Tensor) -> Tensor:
-        return Codec.rounded(self, tensor)  # that of blocks knows of no factors
 
 
 class Int4Rank8Stochastic(Int4Rank8):

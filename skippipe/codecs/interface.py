@@ -200,8 +200,8 @@ class BlockCodec(Codec):
         return found.view(-1)[:values]
 
     def rounded(self, tensor: Tensor) -> Tensor:
-        flat = tensor.detach().reshape(-1)
-        if self.kernels(flat, flat.numel()):
+        flat, of_shapes = tensor.detach().reshape(-1), type(self).encode_tensor is not Codec.encode_tensor
+        if of_shapes or self.kernels(flat, flat.numel()):  # blocks are not all, or are quicker by way of their bytes
             return super().rounded(tensor)
         blocks = _rows(flat, self.block)
         found: Tensor = (compiled(self._rounded, blocks) or self._rounded)(blocks)

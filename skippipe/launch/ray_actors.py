@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from skippipe.errors import UserError, first_line
 from skippipe.launch.launcher import NodeEndpoints, join_config, new_keys
-from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address
+from skippipe.transport.addresses import free_port, is_loopback, join_address, own_address, split_address
 from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Security
 
@@ -141,9 +141,9 @@ def _connection(resources: Mapping[str, float], count: int) -> Iterator[None]:
 
 def _check_head(address: str) -> None:
     """OSError if nothing listens there: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if port.isdigit():  # else a name that Ray knows, such as "auto"
-        socket.create_connection((host.removeprefix("ray://"), int(port)), HEAD_TIMEOUT.total_seconds()).close()
+    if address.rpartition(":")[2].isdigit():  # else a name that Ray knows, such as "auto"
+        where = split_address(address.removeprefix("ray://"))
+        socket.create_connection(where, HEAD_TIMEOUT.total_seconds()).close()
 
 
 @contextlib.contextmanager

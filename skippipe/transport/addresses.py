@@ -105,7 +105,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 def tcp_server(host: str, port: int, backlog: int | None = None) -> socket.socket:
     """A socket that listens; '::' is every address of both kinds, or of those that this machine has."""
-    host = _wildcard(host)
+    host = _wildcard(without_brackets(host))
     return socket.create_server((host, port), family=family_of(host), backlog=backlog, dualstack_ipv6=host == "::")
 
 
@@ -122,7 +122,13 @@ def free_port(host: str) -> int:
     raise UserError(f"'{host}': no port is free there; check the address")
 
 
+def without_brackets(host: str) -> str:
+    """A host that people may have written as in an address with its port."""
+    return host.removeprefix("[").removesuffix("]")
+
+
 def join_address(host: str, port: int) -> str:
+    host = without_brackets(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -208,7 +214,7 @@ def site_of(host: str) -> str:
 def is_loopback(host: str) -> bool:
     """A name or address, without a port."""
     try:
-        return ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
+        return ip_address(without_brackets(host)).is_loopback
     except ValueError:
         return host == "localhost"
 

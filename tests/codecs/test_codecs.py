@@ -14,6 +14,7 @@ import torch
 
 import skippipe
 from skippipe.codecs import CODECS, GRADIENTS, Buffer, Codec, CodecId, EncodedTensor, decode, encode, smaller_than
+from skippipe.codecs.int8 import Int8
 from skippipe.collectives import COLLECTIVES
 from skippipe.cost_model import cost_model_of
 from skippipe.planner.problem_spec import fastest_of
@@ -98,6 +99,24 @@ def test_the_reference_rounds_as_a_hop_does(name: str) -> None:
     for shape in ((2, 300), (2, 128, 130)):
         tensor = noise(3, *shape)
         assert torch.equal(CODECS[name].rounded(tensor).float(), decode(encode(tensor, name)))
+
+
+class Transposed(Int8):
+    """One whose blocks go down the columns of a tensor."""
+
+    def encode_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return super().encode_tensor(tensor.mT)
+
+    def decode_tensor(self, raw: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        return super().decode_tensor(raw, (*shape[:-2], shape[-1], shape[-2])).mT
+
+
+def test_a_codec_of_blocks_that_writes_tensors_in_a_way_of_its_own_rounds_so() -> None:
+    codec = Transposed()
+    for shape in ((2, 300), (2, 128, 130)):
+        tensor = noise(3, *shape) * torch.arange(shape[-1])
+        assert torch.equal(codec.rounded(tensor), codec.decode_tensor(codec.encode_tensor(tensor), shape))
+        assert not torch.equal(codec.rounded(tensor), CODECS["int8"].rounded(tensor))
 
 
 @pytest.mark.slow
