@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, dtype
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 LOSSLESS = "lossless"
@@ -191,7 +191,7 @@ class BlockCodec(Codec):
         sent = self.codes_bytes(values)
         scales = raw[sent:].view(-1, self.scale_bytes)
         if kernels := self.kernels(raw, values):
-            flat = torch.empty(len(scales) * self.block)
+            flat = _fresh(len(scales) * self.block, torch.float32)
             # a copy, because codes may end on any byte
             self.decode_compiled(kernels, raw[:sent].numpy(), scales.flatten().clone().numpy(), flat[:values].numpy())
             return flat[:values]
@@ -212,7 +212,7 @@ class BlockCodec(Codec):
 
         values = flat.numel()
         whole, sent = values // self.block, self.codes_bytes(values)
-        raw = torch.empty(self.expected_bytes(values), dtype=torch.uint8)
+        raw = _fresh(self.expected_bytes(values), torch.uint8)
         scales = torch.empty(whole * self.scale_bytes, dtype=torch.uint8)
         self.encode_compiled(kernels, kernels.as_array(flat), raw[: whole * self.block_bytes()].numpy(), scales.numpy())
         raw[sent : sent + len(scales)] = scales
@@ -231,6 +231,14 @@ class BlockCodec(Codec):
 
     def _rounded(self, blocks: Tensor) -> Tensor:
         return self.decode_blocks(*self.encode_blocks(blocks))
+
+
+def _fresh(count: int, kind: dtype) -> Tensor:
+    """Memory from numpy, which asks Linux for huge pages: kernels are faster than pages of 4 KiB can be handed out."""
+    import numpy as np
+    import torch
+
+    return torch.from_numpy(np.empty(count * kind.itemsize, np.uint8)).view(kind)
 
 
 def _rows(flat: Tensor, size: int) -> Tensor:

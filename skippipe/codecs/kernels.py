@@ -10,7 +10,6 @@ registers would take as long as the work.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,24 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from skippipe.codecs.vectors import (
+    BLOCK,
+    BYTE,
+    COLUMNS,
+    FLOAT,
+    ROW,
+    SHORT,
+    WORD,
+    address_of,
+    chosen,
+    hadamard,
+    joined,
+    load,
+    parts,
+    spread,
+    store,
+    vector_of,
+)
 from skippipe.jit import kernel
 
 if TYPE_CHECKING:
@@ -27,9 +44,7 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 
-BLOCK = 128
 SMALLEST_SCALE = np.float32(2.0**-126)
-FLOAT, BYTE, SHORT, WORD = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32)
 SIGN = 0x80000000
 ROUNDING = np.float32(
     1.5 * 2**23
@@ -52,58 +67,6 @@ def as_array(tensor: Tensor) -> Array:
 # Operations on a tile as one vector
 
 
-def _vector(element: ir.Type, values: Any = None, count: int = BLOCK) -> Any:
-    """The type of a vector; with values, a constant."""
-    kind = ir.VectorType(element, count)
-    if values is None:
-        return kind
-    every = values if isinstance(values, list) else [values] * count
-    return ir.Constant(kind, [ir.Constant(element, each) for each in every])
-
-
-def _memory(context: Any, builder: Any, array_type: Any, array: Any, vector: Any, start: Any = None) -> Any:
-    """The address of a vector in an array."""
-    data = context.make_array(array_type)(context, builder, array).data
-    if start is not None:
-        data = builder.gep(data, [start])
-    return builder.bitcast(data, vector.as_pointer())
-
-
-def _load(builder: Any, address: Any) -> Any:
-    found = builder.load(address)
-    found.align = 1
-    return found
-
-
-def _store(builder: Any, vector: Any, address: Any) -> None:
-    builder.store(vector, address).align = 1
-
-
-def _chosen(builder: Any, one: Any, other: Any, places: list[int]) -> Any:
-    mask = ir.Constant(ir.VectorType(WORD, len(places)), [ir.Constant(WORD, place) for place in places])
-    return builder.shuffle_vector(one, other, mask)
-
-
-def _spread(builder: Any, number: Any) -> Any:
-    """A vector of one number."""
-    first = builder.insert_element(ir.Constant(_vector(number.type), ir.Undefined), number, ir.Constant(WORD, 0))
-    return _chosen(builder, first, first, [0] * BLOCK)
-
-
-def _hadamard(builder: Any, vector: Any, add: Callable[..., Any], sub: Callable[..., Any]) -> Any:
-    """H of a tile: sums and differences of neighbours first, then of pairs, and so on."""
-    distance = 1
-    while distance < BLOCK:
-        left = [place for place in range(BLOCK) if not place & distance]
-        ones = _chosen(builder, vector, vector, left)
-        others = _chosen(builder, vector, vector, [place + distance for place in left])
-        at = {place: number for number, place in enumerate([*left, *(place + distance for place in left)])}
-        back = [at[place] for place in range(BLOCK)]
-        vector = _chosen(builder, add(ones, others), sub(ones, others), back)
-        distance *= 2
-    return vector
-
-
 def _reader(rotated: bool) -> Any:
     @intrinsic
     def read(typing: Any, values: Any, start: Any, block: Any) -> Any:  # noqa: ARG001
@@ -111,17 +74,35 @@ def _reader(rotated: bool) -> Any:
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             kind = WORD if signature.args[0].dtype == types.float32 else SHORT
-            bits = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(kind), args[1]))
-            if kind is SHORT:
-                bits = builder.shl(builder.zext(bits, _vector(WORD)), _vector(WORD, 16))
+            rows = []
+            for place in range(0, BLOCK, ROW):
+                first = builder.add(args[1], ir.Constant(args[1].type, place))
+                address = address_of(context, builder, signature.args[0], args[0], vector_of(kind, count=ROW), first)
+                bits = load(builder, address)
+                if kind is SHORT:
+                    bits = builder.shl(builder.zext(bits, vector_of(WORD, count=ROW)), vector_of(WORD, 16, ROW))
+                if rotated:
+                    signs = [SIGN if sign < 0 else 0 for sign in _SIGNS[place : place + ROW]]
+                    bits = builder.bitcast(builder.xor(bits, vector_of(WORD, signs, ROW)), vector_of(FLOAT, count=ROW))
+                rows.append(bits)
             if rotated:
-                bits = builder.xor(bits, _vector(WORD, [SIGN if sign < 0 else 0 for sign in _SIGNS]))
-                tile = _hadamard(builder, builder.bitcast(bits, _vector(FLOAT)), builder.fadd, builder.fsub)
-                bits = builder.bitcast(tile, _vector(WORD))
-            _store(builder, bits, _memory(context, builder, signature.args[2], args[2], _vector(WORD)))
-            name, largest = f"llvm.vector.reduce.umax.v{BLOCK}i32", ir.FunctionType(WORD, [_vector(WORD)])
-            reduce = cgutils.get_or_insert_function(builder.module, largest, name)  # type: ignore[no-untyped-call]
-            return builder.call(reduce, [builder.and_(bits, _vector(WORD, SIGN - 1))])
+                columns = hadamard(builder, rows, builder.fadd, builder.fsub)
+            else:
+                columns = [[*each] for each in zip(*(parts(builder, row, COLUMNS) for row in rows), strict=True)]
+            small = vector_of(WORD, count=COLUMNS)
+            name, binary = f"llvm.umax.v{COLUMNS}i32", ir.FunctionType(small, [small, small])
+            larger = cgutils.get_or_insert_function(builder.module, binary, name)  # type: ignore[no-untyped-call]
+            largest = vector_of(WORD, 0, COLUMNS)
+            for number, column in enumerate(columns):
+                for row, part in enumerate(column):
+                    bits = builder.bitcast(part, small)
+                    place = ir.Constant(args[1].type, row * ROW + number * COLUMNS)
+                    store(builder, bits, address_of(context, builder, signature.args[2], args[2], small, place))
+                    magnitudes = builder.and_(bits, vector_of(WORD, SIGN - 1, COLUMNS))
+                    largest = builder.call(larger, [largest, magnitudes])
+            name, unary = f"llvm.vector.reduce.umax.v{COLUMNS}i32", ir.FunctionType(WORD, [small])
+            reduce = cgutils.get_or_insert_function(builder.module, unary, name)  # type: ignore[no-untyped-call]
+            return builder.call(reduce, [largest])
 
         return types.uint32(values, start, block), code
 
@@ -149,31 +130,31 @@ def _quantizer(bits: int, stochastic: bool = False) -> Any:
         noise if asked for; packed, to the bytes from `start` on."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
-            scaled = builder.fmul(given, _spread(builder, args[1]))
-            steps = builder.fadd(scaled, _vector(FLOAT, 2.0 ** (bits - 1)))
+            given = load(builder, address_of(context, builder, signature.args[0], args[0], vector_of(FLOAT)))
+            scaled = builder.fmul(given, spread(builder, args[1]))
+            steps = builder.fadd(scaled, vector_of(FLOAT, 2.0 ** (bits - 1)))
             if stochastic:
-                places = _vector(WORD, [_mixed_number(place) for place in range(BLOCK)])
-                noise = builder.xor(places, _spread(builder, args[2]))
+                places = vector_of(WORD, [_mixed_number(place) for place in range(BLOCK)])
+                noise = builder.xor(places, spread(builder, args[2]))
                 noise = builder.add(noise, builder.mul(builder.add(noise, noise), noise))
-                noise = builder.sitofp(builder.ashr(noise, _vector(WORD, 16)), _vector(FLOAT))
-                steps = builder.fadd(steps, builder.fmul(noise, _vector(FLOAT, 2.0**-16)))
-            codes = builder.fptosi(steps, _vector(WORD))
+                noise = builder.sitofp(builder.ashr(noise, vector_of(WORD, 16)), vector_of(FLOAT))
+                steps = builder.fadd(steps, builder.fmul(noise, vector_of(FLOAT, 2.0**-16)))
+            codes = builder.fptosi(steps, vector_of(WORD))
             if bits == 2:  # levels do not reach as far as the values
-                least, most = _vector(WORD, 0), _vector(WORD, 3)
+                least, most = vector_of(WORD, 0), vector_of(WORD, 3)
                 codes = builder.select(builder.icmp_signed("<", codes, least), least, codes)
                 codes = builder.select(builder.icmp_signed(">", codes, most), most, codes)
-            codes = builder.trunc(codes, _vector(BYTE))
+            codes = builder.trunc(codes, vector_of(BYTE))
             shift, start = 0, args[4]
             for width in _widths(bits):
                 row = BLOCK * width // 8
-                part = builder.and_(builder.lshr(codes, _vector(BYTE, shift)), _vector(BYTE, 2**width - 1))
-                packed = _vector(BYTE, 0, row)
+                part = builder.and_(builder.lshr(codes, vector_of(BYTE, shift)), vector_of(BYTE, 2**width - 1))
+                packed = vector_of(BYTE, 0, row)
                 for plane in range(8 // width):
-                    few = _chosen(builder, part, part, list(range(plane * row, (plane + 1) * row)))
-                    packed = builder.or_(packed, builder.shl(few, _vector(BYTE, plane * width, row)))
-                address = _memory(context, builder, signature.args[3], args[3], _vector(BYTE, count=row), start)
-                _store(builder, packed, address)
+                    few = chosen(builder, part, part, list(range(plane * row, (plane + 1) * row)))
+                    packed = builder.or_(packed, builder.shl(few, vector_of(BYTE, plane * width, row)))
+                address = address_of(context, builder, signature.args[3], args[3], vector_of(BYTE, count=row), start)
+                store(builder, packed, address)
                 shift, start = shift + width, builder.add(start, ir.Constant(start.type, row))
             return context.get_dummy_value()
 
@@ -188,34 +169,42 @@ _quantize4_by_chance, _quantize6_by_chance = _quantizer(4, stochastic=True), _qu
 
 def _leveller(bits: int) -> Any:
     @intrinsic
-    def rotate_levels(typing: Any, packed: Any, start: Any, rotated: Any) -> Any:  # noqa: ARG001
-        """H of the levels of a tile, whose codes are in the bytes from `start` on, as int16."""
+    def rotate_levels(typing: Any, packed: Any, start: Any, scale: Any, values: Any, first: Any) -> Any:  # noqa: ARG001
+        """DH of the levels of a tile, whose codes are in the bytes from `start` on, times its scale, to the values from
+        `first` on."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            codes, shift, start = _vector(BYTE, 0), 0, args[1]
+            codes, shift, start = vector_of(BYTE, 0), 0, args[1]
             for width in _widths(bits):
                 row = BLOCK * width // 8
-                address = _memory(context, builder, signature.args[0], args[0], _vector(BYTE, count=row), start)
-                given = _load(builder, address)
-                part, mask = [], _vector(BYTE, 2**width - 1, row)
-                for plane in range(8 // width):
-                    part.append(builder.and_(builder.lshr(given, _vector(BYTE, plane * width, row)), mask))
-                while len(part) > 1:
-                    size = 2 * part[0].type.count
-                    pairs = zip(part[::2], part[1::2], strict=True)
-                    part = [_chosen(builder, one, other, list(range(size))) for one, other in pairs]
-                codes = builder.or_(codes, builder.shl(part[0], _vector(BYTE, shift)))
+                address = address_of(context, builder, signature.args[0], args[0], vector_of(BYTE, count=row), start)
+                given = load(builder, address)
+                mask = vector_of(BYTE, 2**width - 1, row)
+                shifts = [vector_of(BYTE, plane * width, row) for plane in range(8 // width)]
+                part = joined(builder, [builder.and_(builder.lshr(given, each), mask) for each in shifts])
+                codes = builder.or_(codes, builder.shl(part, vector_of(BYTE, shift)))
                 shift, start = shift + width, builder.add(start, ir.Constant(start.type, row))
             if bits == 2:
-                levels = builder.sub(builder.mul(codes, _vector(BYTE, 7)), builder.lshr(codes, _vector(BYTE, 1)))
-                levels = builder.sub(levels, _vector(BYTE, 10))
+                levels = builder.sub(builder.mul(codes, vector_of(BYTE, 7)), builder.lshr(codes, vector_of(BYTE, 1)))
+                levels = builder.sub(levels, vector_of(BYTE, 10))
             else:
-                levels = builder.sub(builder.add(codes, codes), _vector(BYTE, 2**bits - 1))
-            tile = _hadamard(builder, builder.sext(levels, _vector(SHORT)), builder.add, builder.sub)
-            _store(builder, tile, _memory(context, builder, signature.args[2], args[2], _vector(SHORT)))
+                levels = builder.sub(builder.add(codes, codes), vector_of(BYTE, 2**bits - 1))
+            rows = parts(builder, builder.sext(levels, vector_of(SHORT)), ROW)
+            scales: dict[tuple[float, ...], Any] = {}  # with the signs of as many neighbours: there are four
+            for number, column in enumerate(hadamard(builder, rows, builder.add, builder.sub)):
+                for row, part in enumerate(column):
+                    place = row * ROW + number * COLUMNS
+                    signs = tuple(_SIGNS[place : place + COLUMNS].tolist())
+                    if signs not in scales:
+                        every = vector_of(FLOAT, list(signs), COLUMNS)
+                        scales[signs] = builder.fmul(every, spread(builder, args[2], COLUMNS))
+                    found = builder.fmul(builder.sitofp(part, vector_of(FLOAT, count=COLUMNS)), scales[signs])
+                    at = builder.add(args[4], ir.Constant(args[4].type, place))
+                    kind = vector_of(FLOAT, count=COLUMNS)
+                    store(builder, found, address_of(context, builder, signature.args[3], args[3], kind, at))
             return context.get_dummy_value()
 
-        return types.void(packed, start, rotated), code
+        return types.void(packed, start, types.float32, values, first), code
 
     return rotate_levels
 
@@ -228,14 +217,12 @@ def _sum_of_squares(typing: Any, tile: Any, factor: Any) -> Any:  # noqa: ARG001
     """Of a tile times a factor: the second half is added to the first until one number is left."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
-        scaled = builder.fmul(given, _spread(builder, args[1]))
+        given = load(builder, address_of(context, builder, signature.args[0], args[0], vector_of(FLOAT)))
+        scaled = builder.fmul(given, spread(builder, args[1]))
         squares, half = builder.fmul(scaled, scaled), BLOCK // 2
         while half:
             first, second = list(range(half)), list(range(half, 2 * half))
-            squares = builder.fadd(
-                _chosen(builder, squares, squares, first), _chosen(builder, squares, squares, second)
-            )
+            squares = builder.fadd(chosen(builder, squares, squares, first), chosen(builder, squares, squares, second))
             half //= 2
         return builder.extract_element(squares, ir.Constant(WORD, 0))
 
@@ -247,10 +234,10 @@ def _nearest(typing: Any, block: Any, factor: Any, codes: Any, start: Any) -> An
     """The nearest whole numbers to fp32 values times a factor, ties to even, as bytes."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
-        rounded = builder.fadd(builder.fmul(given, _spread(builder, args[1])), _vector(FLOAT, ROUNDING))
-        whole = builder.trunc(builder.bitcast(rounded, _vector(WORD)), _vector(BYTE))
-        _store(builder, whole, _memory(context, builder, signature.args[2], args[2], _vector(BYTE), args[3]))
+        given = load(builder, address_of(context, builder, signature.args[0], args[0], vector_of(FLOAT)))
+        rounded = builder.fadd(builder.fmul(given, spread(builder, args[1])), vector_of(FLOAT, ROUNDING))
+        whole = builder.trunc(builder.bitcast(rounded, vector_of(WORD)), vector_of(BYTE))
+        store(builder, whole, address_of(context, builder, signature.args[2], args[2], vector_of(BYTE), args[3]))
         return context.get_dummy_value()
 
     return types.void(block, types.float32, codes, start), code
@@ -269,20 +256,20 @@ def _to_fp8(mantissa: int) -> Any:
         """The nearest 8-bit floats to fp32 values times a factor, ties to even; none is beyond the largest."""
 
         def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            given = _load(builder, _memory(context, builder, signature.args[0], args[0], _vector(FLOAT)))
-            bits = builder.bitcast(builder.fmul(given, _spread(builder, args[1])), _vector(WORD))
-            magnitude = builder.and_(bits, _vector(WORD, SIGN - 1))
-            odd = builder.and_(builder.lshr(magnitude, _vector(WORD, shift)), _vector(WORD, 1))
-            normal = builder.add(builder.add(magnitude, _vector(WORD, half % 2**32)), odd)
-            tiny = builder.fadd(builder.bitcast(magnitude, _vector(FLOAT)), _vector(FLOAT, grid))
+            given = load(builder, address_of(context, builder, signature.args[0], args[0], vector_of(FLOAT)))
+            bits = builder.bitcast(builder.fmul(given, spread(builder, args[1])), vector_of(WORD))
+            magnitude = builder.and_(bits, vector_of(WORD, SIGN - 1))
+            odd = builder.and_(builder.lshr(magnitude, vector_of(WORD, shift)), vector_of(WORD, 1))
+            normal = builder.add(builder.add(magnitude, vector_of(WORD, half % 2**32)), odd)
+            tiny = builder.fadd(builder.bitcast(magnitude, vector_of(FLOAT)), vector_of(FLOAT, grid))
             found = builder.select(
-                builder.icmp_unsigned(">=", magnitude, _vector(WORD, smallest)),
-                builder.lshr(normal, _vector(WORD, shift)),
-                builder.bitcast(tiny, _vector(WORD)),
+                builder.icmp_unsigned(">=", magnitude, vector_of(WORD, smallest)),
+                builder.lshr(normal, vector_of(WORD, shift)),
+                builder.bitcast(tiny, vector_of(WORD)),
             )
-            sign = builder.trunc(builder.lshr(bits, _vector(WORD, 24)), _vector(BYTE))
-            found = builder.or_(builder.trunc(found, _vector(BYTE)), builder.and_(sign, _vector(BYTE, 0x80)))
-            _store(builder, found, _memory(context, builder, signature.args[2], args[2], _vector(BYTE), args[3]))
+            sign = builder.trunc(builder.lshr(bits, vector_of(WORD, 24)), vector_of(BYTE))
+            found = builder.or_(builder.trunc(found, vector_of(BYTE)), builder.and_(sign, vector_of(BYTE, 0x80)))
+            store(builder, found, address_of(context, builder, signature.args[2], args[2], vector_of(BYTE), args[3]))
             return context.get_dummy_value()
 
         return types.void(block, types.float32, codes, start), code
@@ -358,17 +345,19 @@ def encode_int2(values: Array, unit: float, border: float, packed: Array, scales
 @kernel
 def decode_levels(packed: Array, scales: Array, bits: int, values: Array) -> None:
     """Of int2, int4, int6 and their stochastic forms."""
-    rotated = np.empty(BLOCK, np.int16)
+    last = np.empty(BLOCK, np.float32)
     for tile in range(len(scales)):
+        first, scale = tile * BLOCK, _fp32(scales[tile])
+        short = first + BLOCK > len(values)
+        back, place = (last, 0) if short else (values, first)
         if bits == 4:
-            _rotate_levels4(packed, tile * 64, rotated)
+            _rotate_levels4(packed, tile * 64, scale, back, place)
         elif bits == 6:
-            _rotate_levels6(packed, tile * 96, rotated)
+            _rotate_levels6(packed, tile * 96, scale, back, place)
         else:
-            _rotate_levels2(packed, tile * 32, rotated)
-        scale = _fp32(scales[tile])
-        for i in range(BLOCK):  # from first to last, or memory is read before it is written
-            values[tile * BLOCK + i] = np.float32(rotated[i]) * (_SIGNS[i] * scale)
+            _rotate_levels2(packed, tile * 32, scale, back, place)
+        if short:
+            values[first:] = last[: len(values) - first]
 
 
 # Codecs of blocks as they are

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from skippipe.codecs import GRADIENTS
 from skippipe.errors import UserError
 from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
@@ -161,6 +162,15 @@ def test_more_nats_are_never_slower() -> None:
 def test_bad_prices_are_named(table: dict[str, dict[str, float]], error: str) -> None:
     with pytest.raises(UserError, match=error):
         prices_of(table)
+
+
+def test_the_documentation_has_the_prices_that_plans_are_made_with() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("|")]
+    numbers = {
+        row[0]: [None if each == "–" else float(each) for each in row[1:]] for row in rows if row[0] in GRADIENTS
+    }
+    assert numbers == {codec: list(price) for codec, price in DEFAULT_PRICES.items()}
 
 
 def test_what_has_no_price_is_not_chosen() -> None:
