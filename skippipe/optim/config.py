@@ -20,7 +20,8 @@ class OptimConfig:
     """Settings of the optimizer, `[learning]` in a job. A field that it has no use for must be left out."""
 
     optimizer: Annotated[str, Choices(OPTIMIZERS)] = DEFAULT
-    """What takes the step: AdamW, or gradient descent with momentum, which holds less state."""
+    """What takes the step: AdamW; the same with its state in 8 bits; Muon for matrices, AdamW for the rest; or gradient
+    descent with momentum. The last three hold less state."""
     rate: Annotated[float, Range(0, 100, above=True)] = 3e-4
     """The highest learning rate, reached after the warm-up."""
     warmup: Annotated[int, Range(0, ITERATIONS_OR_NONE.most - 1)] = 20

@@ -344,7 +344,7 @@ class _Network:
                 if 4 * took_s > most_s:  # the next ones would take longer than that
                     break
         line = f"{rate / 1e6:,.1f} MB/s to the coordinator"
-        yield _ok("bandwidth", line) if rate > SLOW_BYTES_PER_S else _warning("bandwidth", f"only {line}; use a wire")
+        yield _ok("bandwidth", line) if rate > SLOW_BYTES_PER_S else _warning("bandwidth", f"only {line}; use a cable")
 
 
 class _Calls:

@@ -260,10 +260,10 @@ class JobConfig:
     batch: BatchConfig = BatchConfig()
     """How much of it an iteration sees."""
     pipeline: PipelineConfig = PipelineConfig()
-    """Who computes what."""
+    """How the model is cut into stages, and how paths are planned."""
     recipe: SkipSchedule = field(default_factory=SkipSchedule)
-    """How much of the model microbatches see, and what makes up for the rest. Growth, exposure and swaps are for
-    studies."""
+    """How much of the model microbatches see, and what makes up for the rest. grow, exposure, swaps, adapters, distill
+    and heal are for studies: training refuses them."""
     learning: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer, and its rate over the run."""
     averaging: AveragingConfig = AveragingConfig()
