@@ -60,6 +60,9 @@ def main() -> None:
         same = ""
         if offload == "none":
             first[optimizer, compiled] = end
+            if compiled:
+                apart = (end - first[optimizer, False]).abs().max()
+                same = f", weights differ by {apart:.1g} at most from those that are not compiled"
         else:
             same = ", same bits" if torch.equal(end, first[optimizer, compiled]) else ", OTHER BITS"
         print(

@@ -42,7 +42,7 @@ class SpreadLayers:
     def __init__(self, devices: Sequence[str], whole_bytes: int) -> None:
         """`whole_bytes` are those of all stages."""
         self._devices = tuple(devices)
-        self._arrivals = [Arrival(device) for device in devices]
+        self._hooks = [DeviceHooks(device) for device in devices]
         self._whole_bytes = whole_bytes
         self._placed_bytes = 0
 
@@ -56,24 +56,24 @@ class SpreadLayers:
             if name != "layers":
                 module.to(self._devices[0])
         for layer in stage.layers:
-            arrival = self._next(weight_bytes(layer))
-            layer.to(arrival.device)
+            hooks = self._next(weight_bytes(layer))
+            layer.to(hooks.device)
             for module in layer.modules():
                 if isinstance(module, AdaptedLinear):
-                    module.adapter.to(arrival.device)
-            layer.register_forward_pre_hook(arrival.bring, with_kwargs=True)
-        stage.layers[-1].register_forward_hook(self._arrivals[0].bring_back)
+                    module.adapter.to(hooks.device)
+            layer.register_forward_pre_hook(hooks.bring, with_kwargs=True)
+        stage.layers[-1].register_forward_hook(self._hooks[0].bring_back)
         return stage
 
-    def _next(self, size: int) -> Arrival:
+    def _next(self, size: int) -> DeviceHooks:
         """The device of the next layer, which has so many bytes."""
         middle = self._placed_bytes + size / 2
         self._placed_bytes += size
-        return self._arrivals[min(len(self._devices) - 1, int(middle * len(self._devices) / self._whole_bytes))]
+        return self._hooks[min(len(self._devices) - 1, int(middle * len(self._devices) / self._whole_bytes))]
 
 
-class Arrival:
-    """Brings what layers are given to their device."""
+class DeviceHooks:
+    """Forward hooks that bring what layers are given to their device."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -195,7 +195,7 @@ class Engine:
         """What recordings depend on beside their shape."""
         recipe = self.recipe
         of_recipe = recipe.early_exit, recipe.gradients, recipe.bridges, recipe.distill, recipe.distill_hidden
-        return self.learning.clip, self.traffic, recipe.hop_rank, *of_recipe
+        return self.learning.clip, self.traffic, recipe.hop_rank, bool(recipe.heal), *of_recipe
 
     @property
     def _learned(self) -> list[FlatParams]:

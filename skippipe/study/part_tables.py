@@ -143,9 +143,12 @@ def questions(runs: Runs) -> Table | None:
         + ", ".join(f"{each['count']} {kind} (guessing: {each['chance']:.2f})" for kind, each in kinds.items())
         for text, kinds in asked[0]["asked"].items()
     )
+    fewest = min(each["count"] for kinds in asked[0]["asked"].values() for each in kinds.values())
+    error = 0.5 / math.sqrt(fewest)
     note = (
         "Share of the questions made of held-out text that is answered rightly (docs/scoring.md): cloze by the greedy "
         "word, choice by mutual information, order by likelihood. Mean over the parts that were drawn, driven as is "
-        f"best for their loss. Questions: {counts}."
+        f"best for their loss. Questions: {counts}. By their number, a share of one part has a standard error of up to "
+        f"{error:.3f}."
     )
     return Table("Questions", note, ("variant", "text", "stages", *QUESTION_METRICS), rows)

@@ -5,9 +5,10 @@ best for the length that most iterations of the run have. Nodes do not move whil
 what a run takes; the first says what moving them could still win. Only when a model grows do nodes find new places.
 
 An iteration with paths of several lengths counts as if those of each length went one after another, each for its part
-of the microbatches: the planner knows one length at a time, and side by side they would hardly take longer. Bridges
-are not counted here, though plans of jobs count them: they take a few thousandths. Nor are adapters and the forward
-passes of a teacher, which do take long.
+of the microbatches: the planner knows one length at a time, and side by side they would hardly take longer. While
+healing, an iteration in several passes counts as so many. Bridges are not counted here, though plans of jobs count
+them: they take a few thousandths. Nor are adapters, the forward passes of a teacher, and steps for parts of the
+microbatches (`heal_split`), which do take long.
 """
 
 from __future__ import annotations
@@ -199,7 +200,11 @@ def elapsed_s(result: Mapping[str, Any], times: PlannedTimes, *, moving: bool = 
     seconds = {phase: each.iteration_s for phase, each in plans.items() if each and each.iteration_s}
     if seconds.keys() != wanted.keys():
         return None
-    passed = list(accumulate((fmean(seconds[phase] for phase in each) for each in phases), initial=0.0))
+    each_s = [fmean(seconds[phase] for phase in each) for each in phases]
+    for number in range(len(each_s)) if variant.heal_passes > 1 else ():
+        if variant.recipe.heals(number, len(each_s)):
+            each_s[number] *= variant.heal_passes
+    passed = list(accumulate(each_s, initial=0.0))
     return [passed[int(point[0])] for point in result["curve"]]
 
 

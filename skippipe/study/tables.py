@@ -18,8 +18,8 @@ A table for which there is nothing is None. Differences are taken seed by seed; 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.report.summary import NOTHING, Table
-from skippipe.study.config import Traffic
+from skippipe.study.config import Traffic, Variant
 from skippipe.study.part_tables import parts, parts_by_wire, questions
 from skippipe.study.planned_time import PlannedTimes, counted, elapsed_s, phases_of, variant_of
 from skippipe.study.results import FULL, Result, Runs, Seeds, first_text, gaps, held_out, skipped, spread, whole_loss
 
 COLUMNS = 6  # of a curve
-NO_SKIP = "0"  # the recipe of a model that is whole all along
+PLAIN = Variant("")  # whole all along
 SAME_TIME = 1.01  # planned times that differ by less are the same
 
 
@@ -205,23 +205,25 @@ def regime(runs: Runs, times: PlannedTimes) -> Table | None:
     """Models that were trained with stages skipped, beside the full and the smaller dense one at equal planned time."""
     rows, crossings = [], []
     families = _families(runs, times)
-    for (model, seed, recipe, layers), points in families.items():
-        if recipe == NO_SKIP:
+    for (*about, _), (variant, points) in families.items():
+        if variant.recipe.phases == PLAIN.recipe.phases:
             continue
-        whole = families.get((model, seed, NO_SKIP, layers), [])
-        dense = [found for key, found in families.items() if key[:3] == (model, seed, NO_SKIP) and key[3] != layers]
+        rivals = [each for (*other, _), each in families.items() if other == about and _is_dense(each[0])]
+        whole = [points for rival, points in rivals if rival.layers == variant.layers]
+        dense = [points for rival, points in rivals if rival.layers != variant.layers]
         ahead = []
         for point in points:
-            full = loss_in_time(whole, point.planned_s)
-            rivals = [loss for each in dense if (loss := loss_in_time(each, point.planned_s)) is not None]
-            if rivals:
-                gap = point.loss - min(rivals)
+            full = _best_in_time(whole, point.planned_s)
+            smaller = _best_in_time(dense, point.planned_s)
+            if smaller is not None:
+                gap = point.loss - smaller
                 ahead.append((point.tokens_per_parameter, gap))
                 figures = f"{point.tokens_per_parameter:.3g}", f"{point.planned_s / 3600:.1f}", f"{point.loss:.4f}"
-                others = f"{min(rivals):.4f}", NOTHING if full is None else f"{full:.4f}", spread([gap], "+.4f")
-                rows.append((point.variant, str(seed), *figures, *others))
+                others = f"{smaller:.4f}", NOTHING if full is None else f"{full:.4f}", spread([gap], "+.4f")
+                rows.append((point.variant, str(about[1]), *figures, *others))
         if len(ahead) > 1:
-            crossings.append(f" {model}, '{recipe}', seed {seed}: {_crossing(ahead)}")
+            grown = f", grown at {variant.recipe.grow}" if variant.recipe.grow else ""
+            crossings.append(f" {about[0]}, '{variant.recipe.skip}{grown}', seed {about[1]}: {_crossing(ahead)}")
     headings = ("variant", "seed", "tokens a parameter", "planned h", "loss", "smaller dense", FULL, "gap to smaller")
     note = (
         "Runs to their end, each with its own schedule of the learning rate, at equal planned time: losses of the best "
@@ -232,18 +234,31 @@ def regime(runs: Runs, times: PlannedTimes) -> Table | None:
     return Table(title, note + "".join(crossings), headings, rows) if rows else None
 
 
-def _families(runs: Runs, times: PlannedTimes) -> dict[tuple[str, int, str, int], list[RegimePoint]]:
-    """Runs that differ in tokens only: by model, seed, recipe and layers; those with fewer tokens first."""
-    found: dict[tuple[str, int, str, int], list[RegimePoint]] = {}
+def _families(runs: Runs, times: PlannedTimes) -> dict[tuple[str, int, str, str], tuple[Variant, list[RegimePoint]]]:
+    """Runs that differ in tokens only, those with fewer first: by model, seed, learning and variant."""
+    found: dict[tuple[str, int, str, str], tuple[Variant, list[RegimePoint]]] = {}
     for name, seeds in runs.items():
         planned_s = total_s(seeds, times)
         for seed, result in seeds.items() if planned_s else ():
-            settings, variant = result["settings"], variant_of(result)
-            recipe = variant.recipe.skip + (f", grown at {variant.recipe.grow}" if variant.recipe.grow else "")
-            key = str(settings["model"]), seed, recipe if skipped(result) else NO_SKIP, variant.layers
+            settings = result["settings"]
+            learning = {key: each for key, each in settings["learning"].items() if key not in ("iterations", "warmup")}
+            variant = replace(variant_of(result), name=PLAIN.name, tokens=PLAIN.tokens)
             point = RegimePoint(name, result["tokens"] / result["parameters"], planned_s or 0.0, whole_loss(result))
-            found.setdefault(key, []).append(point)
-    return {key: sorted(points, key=lambda point: point.planned_s) for key, points in found.items()}
+            key = str(settings["model"]), seed, repr(sorted(learning.items())), repr(variant)
+            found.setdefault(key, (variant, []))[1].append(point)
+    for _, points in found.values():
+        points.sort(key=lambda point: point.planned_s)
+    return found
+
+
+def _is_dense(variant: Variant) -> bool:
+    """Whether it is a model of so many layers and no more: whole all along, without codecs or anything else."""
+    return replace(variant, layers=PLAIN.layers, stages=PLAIN.stages) == PLAIN
+
+
+def _best_in_time(families: Iterable[Sequence[RegimePoint]], planned_s: float) -> float | None:
+    losses = (loss_in_time(points, planned_s) for points in families)
+    return min((loss for loss in losses if loss is not None), default=None)
 
 
 def loss_in_time(points: Sequence[RegimePoint], planned_s: float) -> float | None:
@@ -257,12 +272,17 @@ def loss_in_time(points: Sequence[RegimePoint], planned_s: float) -> float | Non
 def _crossing(gaps: Sequence[tuple[float, float]]) -> str:
     """Where the sign of the gap changes, between two runs on the straight line over the logarithm of tokens."""
     span = f"from {gaps[0][0]:.3g} to {gaps[-1][0]:.3g} tokens a parameter"
+    places = []
     for (before, one), (after, other) in pairwise(gaps):
         if (one > 0) != (other > 0):
             share = one / (one - other)
-            place = math.exp(math.log(before) * (1 - share) + math.log(after) * share)
-            return f"{'behind' if one > 0 else 'ahead'} below {place:.3g} tokens a parameter, and then not."
-    return f"{'behind' if gaps[0][1] > 0 else 'ahead'} {span}, no crossing."
+            places.append(math.exp(math.log(before) * (1 - share) + math.log(after) * share))
+    first = "behind" if gaps[0][1] > 0 else "ahead"
+    if not places:
+        return f"{first} {span}, no crossing."
+    if len(places) > 1:
+        return f"{first} below {places[0]:.3g} tokens a parameter, and to and fro from there on."
+    return f"{first} below {places[0]:.3g} tokens a parameter, and then not."
 
 
 def curves(runs: Runs) -> Table | None:

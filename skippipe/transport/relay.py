@@ -74,6 +74,14 @@ class Bucket:
         self._free_at = max(self._free_at, now - self._burst_s) + size / self._bytes_per_s
         return self._free_at - now
 
+    def affords(self, size: int, now: float) -> bool:
+        """Whether so many bytes need not wait; they are charged only then."""
+        free_at = max(self._free_at, now - self._burst_s) + size / self._bytes_per_s
+        if free_at > now:
+            return False
+        self._free_at = free_at
+        return True
+
 
 @dataclass(eq=False)
 class _Grant:
@@ -180,7 +188,7 @@ class Relay:
             grant.used_at = now = time.monotonic()
             self._forwarded_bytes += size
             wait_s = max(everybody.take(size, now), own.take(size, now))
-            return 0.0 if size <= FREE_BYTES and free.take(size, now) <= 0 else wait_s
+            return 0.0 if size <= FREE_BYTES and free.affords(size, now) else wait_s
 
         return meter
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from itertools import chain, pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -273,3 +275,34 @@ def test_new_stages_are_copies() -> None:
     new, old = engine.weights[2], engine.weights[1]
     torch.testing.assert_close(new.read_state(0, new.state_values), old.read_state(0, old.state_values))
     assert engine.weights[2].steps == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"heal": "50%"},
+        {"distill": 0.2},
+        {"distill_hidden": 0.0},
+        {"adapters_by_hop": True},
+        {"gradients": "all"},
+        {"early_exit": 0.5},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_passes_is_what_recordings_depend_on(change: dict[str, Any]) -> None:
+    """On a GPU, runs of one engine would otherwise have the passes of a run before them."""
+    plan, spec = plan_of(FULL, (1, 1, 1, 1), config={"num_hidden_layers": 4})
+    tokens = torch.randint(0, 97, (4, 6), generator=torch.Generator().manual_seed(0))
+    paths: list[Visits] = [(0, 1, 2, 3), (0, 2), (0, 1, 2, 3), (0, 3)]
+    recipe = SkipSchedule("0 & 1/2", bridges=2, adapters=3, distill=0.9, distill_hidden=1.0)
+    engine = Engine(spec, plan.layers, COARSE, recipe)
+    found = []
+    for each in (recipe, replace(recipe, **change)):
+        engine.begin_again(spec, COARSE, each)
+        for adapters in engine.adapters:
+            for part in adapters.parts:
+                part.up.data.fill_(0.01)
+        engine.iteration(0, tokens, tokens, paths)
+        found.append((engine._recorded_with, torch.cat([weights.values for weights in engine._learned])))
+    (before, values), (after, others) = found
+    assert not torch.equal(values, others) and before != after

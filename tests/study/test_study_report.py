@@ -98,6 +98,15 @@ def test_elapsed_follows_the_recipe_on_one_placement_or_on_the_best_for_each_len
     assert elapsed_s(RESULTS[2], TIMES) == [120, 240, 360, 480]  # 8 of 12 layers are 16 of 24
 
 
+def test_healing_in_several_passes_takes_as_many_times_as_long() -> None:
+    recipe = SkipSchedule("0 until 75%, 1/3", bridges=8, heal="75%")
+    once, thrice = (replace(FULL, recipe=recipe, heal_passes=passes) for passes in (1, 3))
+    times = replace(TIMES, plans=PROMISES | {PlannedIteration(6, 24, 4, 6, early_exit=False): PlannedTime(80.0)})
+    losses = [5.0, 4.0, 3.5, 3.0]
+    assert elapsed_s(result(once, 0, losses), times) == [200, 400, 600, 760]
+    assert elapsed_s(result(thrice, 0, losses), times) == [200, 400, 600, 1080]
+
+
 def test_what_was_not_planned_has_no_time() -> None:
     refused = {
         work: PlannedTime(None, refusal="too little memory") for work in PROMISES if work.placed_for < work.visited
@@ -414,6 +423,7 @@ def test_questions_of_the_whole_model_and_of_parts() -> None:
         ("full", "books", "3 of 6", "0.200 ± 0.071", "–", "–"),
     ]
     assert "books: 9 cloze (guessing: 0.02)" in table.note
+    assert table.note.endswith("a share of one part has a standard error of up to 0.167.")
     assert part_tables.questions(runs_of(RESULTS, STUDY)) is None
 
 
@@ -438,4 +448,18 @@ def test_the_regime_in_which_skipping_is_ahead_of_a_smaller_model() -> None:
     assert [row[2] for row in table.rows] == ["0.173", "0.346", "0.691"]
     assert table.rows[0][5:7] == ("3.1000", "–")
     assert "behind below 0.346 tokens a parameter, and then not." in table.note
+    # of the same length, but no dense models: neither are they rivals, nor do they belong to the others
+    others = [
+        longer(replace(SMALL, traffic=Traffic(wire="int4")), 10, 1.0),
+        longer(replace(SMALL, rate=0.1), 12, 1.0),
+        longer(replace(THIRD, recipe=replace(THIRD.recipe, bridges=8)), 20, 2.0),
+    ]
+    with_others: Runs = runs | {f"{each['variant']}, other": {0: each} for each in others}
+    table = tables.regime(with_others, TIMES)
+    assert table is not None
+    assert [row[-1] for row in table.rows[:3]] == ["+0.1000", "+0.0000", "−0.1000"]
+    assert [row[0] for row in table.rows[3:]] == ["third, 20, other"]
+    to_and_fro = [*results[:2], longer(THIRD, 32, 3.1), *results[4:]]
+    table = tables.regime({each["variant"]: {0: each} for each in to_and_fro}, TIMES)
+    assert table is not None and "to and fro from there on" in table.note
     assert tables.regime(runs_of(RESULTS, STUDY), TIMES) is None, "no smaller one takes as long"

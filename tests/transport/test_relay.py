@@ -137,6 +137,14 @@ def test_limits(relays: list[Relay]) -> None:
         each.close()
 
 
+def test_what_had_to_wait_is_not_charged_to_what_need_not() -> None:
+    """Or a stream that sends more than that, in small pieces, could not be probed for minutes."""
+    free = Bucket(4096, 1.0)
+    assert free.affords(4096, 100.0) and not free.affords(1, 100.0)
+    assert not any(free.affords(4000, 100.0 + number / 1000) for number in range(900))
+    assert free.affords(64, 101.0)
+
+
 def test_a_rate_holds_over_any_second() -> None:
     bucket, now, sent = Bucket(1e6), 100.0, 0
     while now < 102.0:
