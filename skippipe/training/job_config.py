@@ -322,6 +322,7 @@ class JobConfig:
         studied = {
             "adapters": recipe.adapters > 0,
             "distill": recipe.distill > 0,
+            "heal": bool(recipe.heal),
         }
         for name, set_here in studied.items():
             if set_here:

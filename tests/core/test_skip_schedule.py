@@ -155,6 +155,7 @@ def test_what_makes_up_for_skipping() -> None:
             "recipe.swaps: only studies draw paths by it; in training the plan decides",
         ),
         (SkipSchedule("1/2", adapters=8), "skippipe", "", "recipe.adapters: only studies have it yet"),
+        (SkipSchedule("1/2", bridges=8, heal="95%"), "skippipe", "", "recipe.heal: only studies have it yet"),
         (SkipSchedule("1/3"), "skippipe", "1/3", "pipeline.skip and recipe.skip say the same thing"),
         (SkipSchedule("0"), "dtfm", "", "pipeline.strategy: 'dtfm' skips nothing"),
     ],
