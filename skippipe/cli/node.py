@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 REMEMBERED = "~/.skippipe/node.key"
 RELAY_KEY = "~/.skippipe/relay.key"
 RELAY_PORT = "5560"
+ANY_PORT = "0"
 ADMITTED_S = 900.0  # for a coordinator to be there that admits a relay
 RATE_MB = Range(1e-6, 10**9)
 STREAMS = Range(1, 2**16)
@@ -50,11 +52,12 @@ Join = Annotated[
     ),
 ]
 Listen = Annotated[
-    str,
+    str | None,
     typer.Option(
         help="host:port of this machine at which other nodes reach it, several with commas; a port alone: at the "
         "addresses that this machine has on the way to the coordinator, IPv4 and IPv6; 0: any port; none: this machine "
-        "only calls out."
+        "only calls out.",
+        show_default=ANY_PORT,
     ),
 ]
 AddressOption = Annotated[
@@ -79,12 +82,14 @@ def node(
     invitation: Annotated[
         str | None,
         typer.Argument(
-            metavar="INVITATION", help="Needed once; the node keeps its key and the address.", show_default=False
+            metavar="INVITATION",
+            help="Needed once; the node keeps its key, the address and the options that are given with it.",
+            show_default=False,
         ),
     ] = None,
     join: Join = None,
     key: KeyOption = None,
-    listen: Listen = "0",
+    listen: Listen = None,
     address: AddressOption = None,
     tokens: Annotated[
         Path | None, typer.Option(help="Where this machine keeps the token folder, if elsewhere than the coordinator.")
@@ -103,8 +108,8 @@ def node(
     """Join a run, or a gateway that serves, from another machine and work until it is over.
 
     With an invitation ('skippipe invite', where the coordinator is) it makes a key of its own, has it admitted and
-    keeps it; from then on 'skippipe node' alone will do. Before it joins it examines this machine in brief, as
-    'skippipe doctor' does.
+    keeps it, with the other options but --patience; from then on 'skippipe node' alone will do. Before it joins it
+    examines this machine in brief, as 'skippipe doctor' does.
 
     \b
         skippipe node --join 10.0.0.1:5555 --key berlin-1.key --listen 5556
@@ -118,16 +123,28 @@ def node(
     from skippipe.runtime.node.interfaces import ALL_DEVICES, JoinConfig
     from skippipe.transport.addresses import listen_address
 
-    mine = _admitted(invitation, join, _key_path(key), patience)
-    where = join or ",".join(mine.addresses)
-    if not where:
-        raise UserError("--join: missing; say where the coordinator is: host:port")
-    if mine.coordinator is None:
-        raise UserError(f"{_key_path(key)}: this is the coordinator's key; a node needs its own")
     if devices is not None:
         from skippipe.model.model_spec import parse_devices
 
         parse_devices(devices)
+    paths = {"tokens": tokens and str(tokens.absolute()), "checkpoint": checkpoint and str(checkpoint.absolute())}
+    named = {"join": join, "listen": listen, "address": address, "devices": devices, **paths}
+    given = {name: value for name, value in named.items() if value is not None}
+    mine = _admitted(invitation, join, _key_path(key), patience)
+    if mine.coordinator is None:
+        raise UserError(f"{_key_path(key)}: this is the coordinator's key; a node needs its own")
+    if invitation is not None and mine.options != given:
+        mine = replace(mine, options=given)
+        mine.save(_key_path(key))
+    chosen = {**mine.options, **given}
+    where, listen, address = (
+        chosen.get("join", ",".join(mine.addresses)),
+        chosen.get("listen", ANY_PORT),
+        chosen.get("address"),
+    )
+    if not where:
+        raise UserError("--join: missing; say where the coordinator is: host:port")
+    devices = chosen.get("devices")
     agent_config = JoinConfig(
         name=mine.node,
         coordinator=where,
@@ -135,8 +152,8 @@ def node(
         coordinator_public=mine.coordinator,
         listen=listen_address(listen, where, address),
         address=address,
-        data_folder=tokens,
-        checkpoint=checkpoint,
+        data_folder=Path(chosen["tokens"]) if "tokens" in chosen else None,
+        checkpoint=Path(chosen["checkpoint"]) if "checkpoint" in chosen else None,
         devices=devices or ALL_DEVICES,
         coordinator_timeout=timedelta(seconds=patience),
     )
@@ -255,8 +272,6 @@ def _admitted(invitation: str | None, join: str | None, path: Path, patience_s: 
         if path in (Path(REMEMBERED).expanduser(), Path(RELAY_KEY).expanduser()) and not exists(path):
             raise UserError("this machine was not invited yet: give the invitation, or --key and --join")
         return KeyFile.load(path)
-    from dataclasses import replace
-
     from skippipe import __version__
     from skippipe.transport.enrolment import enrol
     from skippipe.transport.invitation import Invitation, split_addresses
@@ -303,7 +318,7 @@ def doctor(
             show_default=REMEMBERED,
         ),
     ] = None,
-    listen: Listen = "0",
+    listen: Listen = None,
     address: AddressOption = None,
     join: Join = None,
     devices: NodeDevices = None,
@@ -336,30 +351,34 @@ def _print_findings(findings: list[Finding]) -> None:
         print(f"{MARKS[each.level]}  {each.check}: {each.text}")
 
 
-def _examined(target: str | None, join: str | None, listen: str, address: str | None, devices: str | None) -> Examined:
+def _examined(
+    target: str | None, join: str | None, listen: str | None, address: str | None, devices: str | None
+) -> Examined:
     from skippipe.runtime.doctor import Examined
     from skippipe.transport.invitation import Invitation, is_invitation, split_addresses
     from skippipe.transport.keys import KeyFile
 
     home, given = Path(REMEMBERED).expanduser(), split_addresses(join, "--join") if join else ()
+    here = listen or ANY_PORT, address, devices
     if target is not None and is_invitation(target):
         invited = Invitation.from_text(target)
-        addresses = given or invited.addresses
-        return Examined(home.parent, addresses, invited.keys, invited.coordinator, listen, address, devices)
+        return Examined(home.parent, given or invited.addresses, invited.keys, invited.coordinator, *here)
     path = Path(target) if target is not None else home
     if target is not None and not exists(path) and ":" in target:
-        return Examined(home.parent, split_addresses(target, "HOST:PORT"), None, "", listen, address, devices)
+        return Examined(home.parent, split_addresses(target, "HOST:PORT"), None, "", *here)
     if path.is_dir():
         path = path / home.name
     if target is None and not exists(path):
-        return Examined(home.parent, given, None, "", listen, address, devices)
+        return Examined(home.parent, given, None, "", *here)
     mine = KeyFile.load(path)
     if mine.coordinator is None:
         raise UserError(f"{path}: this is the coordinator's key; a node needs its own")
-    addresses = given or mine.addresses
+    kept = mine.options
+    addresses = given or (split_addresses(kept["join"], "options.join") if "join" in kept else mine.addresses)
     if not addresses:
         raise UserError("--join: missing; say where the coordinator is: host:port")
-    return Examined(path.parent, addresses, mine.keys, mine.coordinator, listen, address, devices)
+    here = listen or kept.get("listen", ANY_PORT), address or kept.get("address"), devices or kept.get("devices")
+    return Examined(path.parent, addresses, mine.keys, mine.coordinator, *here)
 
 
 def _all_roles() -> Roles:

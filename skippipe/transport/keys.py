@@ -50,12 +50,16 @@ class KeyFile:
     """Public key of the coordinator; none in the coordinator's own file."""
     addresses: tuple[str, ...] = ()
     """host:port of the coordinator, if the node was invited; else it has to be told."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Options of `skippipe node` that were given with the invitation, for the next time."""
 
     def to_json(self) -> dict[str, Any]:
-        known = {"addresses": list(self.addresses)} if self.addresses else {}
+        known: dict[str, Any] = {"addresses": list(self.addresses)} if self.addresses else {}
+        if self.options:
+            known = {"addresses": list(self.addresses), "options": dict(self.options)}
         return {
             "format": KEY_FORMAT,
-            "version": 2 if known else 1,
+            "version": 1 + len(known),
             "node": self.node,
             "public": self.keys.public,
             "secret": self.keys.secret,
@@ -68,7 +72,7 @@ class KeyFile:
         import zmq
 
         fields = Fields(value, "")
-        version = fields.header(KEY_FORMAT, 1, 2)
+        version = fields.header(KEY_FORMAT, 1, 2, 3)
         node = fields.text("node")
         keys = KeyPair(check_key(fields.text("public"), "public"), check_key(fields.text("secret"), "secret"))
         if zmq.curve_public(keys.secret.encode()).decode() != keys.public:
@@ -76,8 +80,11 @@ class KeyFile:
         known = fields.has("coordinator")
         coordinator = check_key(fields.text("coordinator"), "coordinator") if known else fields.take("coordinator")
         addresses = texts(fields, "addresses") if version > 1 else ()
+        options = Fields(fields.take("options"), "options").rest() if version > 2 else {}
+        if not all(isinstance(each, str) for each in options.values()):
+            raise UserError("options: expected texts only")
         fields.close()
-        return cls(node, keys, coordinator, addresses)
+        return cls(node, keys, coordinator, addresses, options)
 
     @classmethod
     def load(cls, path: Path) -> KeyFile:

@@ -249,18 +249,24 @@ def test_the_command(door: Door, tmp_path: Path, skippipe: Command, monkeypatch:
     assert "copy the whole string again" in only_error(skippipe("doctor", invitation.to_text()[:-3]).err)
 
 
-def test_a_node_remembers(door: Door, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    joined: list[JoinConfig] = []
+@pytest.fixture
+def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[JoinConfig]:
+    """With what nodes would have joined, whose home this is."""
+    found: list[JoinConfig] = []
 
     class Agent:
         def __init__(self, config: JoinConfig, _: object) -> None:
-            joined.append(config)
+            found.append(config)
 
         def run(self) -> str:
             return ""
 
     monkeypatch.setattr("skippipe.runtime.node.agent.NodeAgent", Agent)
     monkeypatch.setenv("HOME", str(tmp_path))
+    return found
+
+
+def test_a_node_remembers(door: Door, skippipe: Command, joined: list[JoinConfig]) -> None:
     assert "this machine was not invited yet" in only_error(skippipe("node").err)
     first = door.invite().to_text()
     for words in ([first], [], [first]):  # the string a second time, on the same machine, does no harm
@@ -275,6 +281,25 @@ def test_a_node_remembers(door: Door, tmp_path: Path, skippipe: Command, monkeyp
     assert "was used at" in only_error(skippipe("node", first).err)
     assert skippipe("node", door.invite().to_text()).code == 0, "invited anew"
     assert joined[-1].keys != joined[0].keys
+
+
+def test_a_node_remembers_the_options_of_its_invitation(
+    door: Door, tmp_path: Path, skippipe: Command, joined: list[JoinConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no others; `doctor` examines the machine for them."""
+    monkeypatch.chdir(tmp_path)
+    asked = {"--listen": "none", "--tokens": "words", "--devices": "cpu:2", "--join": door.address}
+    given = [word for pair in asked.items() for word in pair]
+    invitation = door.invite().to_text()
+    for words in ([invitation, *given], [], ["--devices", "cpu", "--patience", "9"], []):
+        assert skippipe("node", *words).code == 0
+    first, second, third, fourth = joined
+    assert (first.listen, first.data_folder, first.devices) == ("none", tmp_path / "words", "cpu:2")
+    assert second == fourth == first
+    assert (third.listen, third.devices) == ("none", "cpu")
+    assert "port: this machine only calls out, as --listen says" in skippipe("doctor").out
+    assert skippipe("node", invitation).code == 0
+    assert joined[-1].listen != "none" and joined[-1].data_folder is None
 
 
 @pytest.mark.slow

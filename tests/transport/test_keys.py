@@ -47,6 +47,7 @@ def test_key_file_is_the_owners_alone(tmp_path: Path) -> None:
         ({"public": KeyPair.new().public}, "not the public half"),
         ({"coordinator": "é" * 40}, "coordinator: a key has 40 characters"),
         ({"extra": 1}, "extra: unknown field"),
+        ({"version": 3, "addresses": [], "options": {"listen": 5}}, "options: expected texts only"),
     ],
 )
 def test_bad_key_file_is_named_with_its_fix(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
