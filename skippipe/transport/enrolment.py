@@ -321,7 +321,7 @@ def enrol(
     """Have a new key admitted; gives the coordinator's addresses, the one that answers first. NotAdmitted if it is
     refused, UserError if the coordinator has not answered for so long; `waiting` is called with the first failure."""
     deadline = time.monotonic() + patience_s
-    told = False
+    told, others = False, set[str]()
     while True:
         found = reach_all([admission_address(each) for each in invitation.addresses])
         for each in found:
@@ -337,7 +337,10 @@ def enrol(
             except NoConversation as error:
                 if error.refusal is Refusal.KEY_UNKNOWN:
                     raise NotAdmitted(f"{coordinator}: this invitation is not known there; ask for a new one") from None
-                if error.refusal is Refusal.OTHER_KEY:
+                once = coordinator not in others and time.monotonic() < deadline  # it may have ended at that moment
+                if error.refusal is Refusal.OTHER_KEY and once:
+                    others.add(coordinator)
+                elif error.refusal is Refusal.OTHER_KEY:
                     raise NotAdmitted(f"{coordinator}: {error}; check who sent it, and ask for a new one") from None
         why = "; ".join(f"{each.address}: {each.failure or Refusal.NO_ANSWER.value}" for each in found)
         if time.monotonic() > deadline:

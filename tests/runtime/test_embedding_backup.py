@@ -338,6 +338,11 @@ def test_the_holder_has_memory_for_the_backup_and_if_possible_a_link_of_its_own(
     assert best_pair(plan, plan.stage_of) == (0, 4), "microbatches take the other links"
     everywhere = plan_over(((0,), (1,)), [((0, 1), 2)], False)
     assert best_pair(everywhere, everywhere.stage_of) == (0, 1), "there is no other"
+    bandwidth = plan.cluster.bandwidth_bytes_per_s.copy()
+    bandwidth[0, 4] = 0
+    cut = replace(plan, cluster=replace(plan.cluster, bandwidth_bytes_per_s=bandwidth), expected=None)
+    assert best_pair(cut, cut.stage_of) == (0, 1), "rather over such a link than over one that is not there"
+    assert best_pair(cut, (0, 4)) is None
     workload = plan.workload
     stage_bytes = workload.fixed_bytes(1, plan.layers[1]) + 3 * workload.held_bytes(plan.layers[1])
     needed = stage_bytes + 2 * workload.backup_bytes

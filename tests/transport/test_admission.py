@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.transport.addresses import free_port
+from skippipe.transport.addresses import free_port, split_address
 from skippipe.transport.enrolment import (
     MOST_REQUEST_BYTES,
     Admitted,
@@ -24,13 +26,14 @@ from skippipe.transport.enrolment import (
     Enrol,
     NoConversation,
     Refusal,
+    admission_address,
     enrol,
     read_reply,
     read_request,
 )
 from skippipe.transport.invitation import PREFIX, Invitation
 from skippipe.transport.keys import KeyPair, PeerList
-from skippipe.transport.members import MemberStore, NotAdmitted
+from skippipe.transport.members import MemberStore, NotAdmitted, cluster_keys
 from tests.helpers.admission_door import Door
 
 WITHIN_S = 10.0
@@ -117,6 +120,21 @@ def test_who_is_not_let_in(door: Door) -> None:
     with door.client(door.invite("eve").keys) as client, other_version:
         client.ask(Enrol(KeyPair.new().public, "0.0.0"), Admitted)
     assert door.store.load().peers.keys() == {"carol"}
+
+
+def test_a_coordinator_that_ends_in_a_handshake_is_asked_again(tmp_path: Path) -> None:
+    address = f"127.0.0.1:{free_port('127.0.0.1') + 1}"
+    invitation = MemberStore.of_folder(tmp_path).invite("bob", cluster_keys(tmp_path).public, 3600.0, (address,))
+    waited: list[str] = []
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        with socket.create_server(split_address(admission_address(address))) as first:
+            first.settimeout(WITHIN_S)
+            done = pool.submit(enrol, invitation, KeyPair.new().public, __version__, WITHIN_S, waited.append)
+            for _ in range(2):  # whether it answers, and the request
+                first.accept()[0].close()
+        Door(tmp_path, stack, address)
+        assert done.result(WITHIN_S) == (address,)
+    assert len(waited) == 1
 
 
 def test_what_an_invitation_is_good_for(door: Door) -> None:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from skippipe.constraints import circle
-from skippipe.cost_model import NEVER_NS
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv
@@ -149,7 +148,7 @@ def best_pair(
         (target not in preferred, (source, target) in hops, -float(bandwidth[source, target]), source, target)
         for source in sources
         for target in targets
-        if usable(source, target)
+        if usable(source, target) and bandwidth[source, target] > 0 and bandwidth[target, source] > 0
     ]
     best = min(pairs, default=None)
-    return None if best is None or best[2] >= NEVER_NS else best[3:]
+    return None if best is None else best[3:]
