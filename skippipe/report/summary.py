@@ -5,7 +5,6 @@ The grid has the stages of nodes, the paths of lanes, and the promise.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -45,22 +44,30 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
 
 
 def codecs_text(plan: Plan) -> str:
-    """Which codecs hops have, by their share of the values, and which each stage averages with."""
-    work, links = plan.workload, set()
-    parts: defaultdict[str, float] = defaultdict(float)
+    """Which codecs activations and their gradients have on hops, by their share of the values where these differ, and
+    which each stage averages with."""
+    work = plan.workload
+    usual = work.wire_dtype, gradient_codec(work.wire_dtype)
+    passes: list[dict[str, float]] = [{}, {}]
     for (kind, a, b), share in message_shares(plan).items():
         codec = plan.hop_dtype(a, b, backward=bool(kind))
-        parts[codec] += share / 2
-        links |= {(a, b)} if codec != (work.wire_dtype, gradient_codec(work.wire_dtype))[kind] else set()
-    hops = ", ".join(f"{codec} {share:.0%}" for codec, share in sorted(parts.items(), key=lambda part: -part[1]))
-    hops = f"{hops} of the values (others than {work.wire_dtype} on {len(links)} links)" if links else work.wire_dtype
+        passes[kind][codec] = passes[kind].get(codec, 0.0) + share
+    if all({codec} >= each.keys() for codec, each in zip(usual, passes, strict=True)):
+        hops = f"hops {work.wire_dtype}"
+    else:
+        hops = f"activations {_shares_text(passes[0])}; their gradients {_shares_text(passes[1])}"
     stages: dict[str, list[int]] = {}
     for stage in stage_shares(plan):
         stages.setdefault(work.stage_gradient_dtype(stage), []).append(stage)
     averaged = (f"{codec} on {stages_text(numbers)}" for codec, numbers in stages.items())
-    return (
-        f"hops {hops}; gradients {', '.join(averaged) if len(stages) > 1 else next(iter(stages), work.gradient_dtype)}"
-    )
+    gradients = ", ".join(averaged) if len(stages) > 1 else next(iter(stages), work.gradient_dtype)
+    return f"{hops}; weight gradients {gradients}"
+
+
+def _shares_text(shares: dict[str, float]) -> str:
+    if len(shares) == 1:
+        return next(iter(shares))
+    return ", ".join(f"{codec} {share:.0%}" for codec, share in sorted(shares.items(), key=lambda part: -part[1]))
 
 
 def stages_text(numbers: Sequence[int]) -> str:

@@ -21,6 +21,7 @@ from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.planner.sweep import sweep_codecs
 from skippipe.presets import five_sites
+from skippipe.report.summary import codecs_text
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
@@ -171,6 +172,14 @@ def test_the_documentation_has_the_prices_that_plans_are_made_with() -> None:
         row[0]: [None if each == "–" else float(each) for each in row[1:]] for row in rows if row[0] in GRADIENTS
     }
     assert numbers == {codec: list(price) for codec, price in DEFAULT_PRICES.items()}
+
+
+def test_a_plan_names_the_codecs_of_each_pass() -> None:
+    plan = plan_of(1e9, {}, {(0, 1): 3, (0, 2): 1})
+    assert codecs_text(plan) == "hops bf16; weight gradients fp32"
+    back = tuple(LinkDtypes(*link, "bf16", "int8") for link in (("n0", "n1"), ("n1", "n0")))
+    mixed = replace(plan, workload=replace(plan.workload, wire_dtypes=back, gradient_dtype="int4"))
+    assert codecs_text(mixed) == "activations bf16; their gradients int8 75%, bf16 25%; weight gradients int4"
 
 
 def test_what_has_no_price_is_not_chosen() -> None:

@@ -212,7 +212,7 @@ def test_a_job_lets_codecs_be_chosen_and_every_plan_of_the_run_keeps_them(
         assert plan.expected.iteration_s < 0.9 * simulate(replace(plan, workload=plain), Timing.FULL).iteration_s
         assert 0 < plan_nats(plan, DEFAULT_PRICES) <= nats + 1e-8
     train_job._announce(made, promised=True)
-    assert f"codecs for {plan_nats(three, DEFAULT_PRICES):.2g} nats: hops " in capsys.readouterr().out
+    assert f"codecs for {plan_nats(three, DEFAULT_PRICES):.2g} nats: activations " in capsys.readouterr().out
     lost = next(node for stage in three.stages if len(stage.nodes) > 1 for node in stage.nodes)
     members = [[node for node in stage.nodes if node != lost] for stage in three.stages]
     left = repaired(three, members, set(three.stage_of) - {lost}, budget_s=0.0)

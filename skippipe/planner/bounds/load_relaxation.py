@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from scipy.optimize import LinearConstraint, milp
 from scipy.sparse import csr_array, eye_array, kron
@@ -46,6 +48,26 @@ def after_ns(classes: NodeClasses) -> Ints:
     return last
 
 
+def data_idle_ns(classes: NodeClasses, rounds_ns: Ints) -> tuple[Ints, Ints]:
+    """[class]: how long a worker of a data node is idle at least, until its first microbatch comes back and from when
+    its last one sets out: no more than its slots hold are under way, and there is no other work for it.
+
+    The two are apart if it has more microbatches than slots: the last one waits for a slot, so for one that is back.
+    """
+    slots = _slots_of_a_worker(classes)
+    forward_ns, backward_ns, weight_ns = classes.forward_ns[0], classes.backward_ns[0], classes.weight_ns[0]
+    round_ns = np.minimum(rounds_ns, NEVER_NS // 4)  # sums must not overflow
+    first_ns = round_ns - backward_ns - slots * (forward_ns + classes.head_ns)
+    last_ns = round_ns + weight_ns - forward_ns - slots * (classes.head_ns + backward_ns + weight_ns)
+    return np.maximum(0, first_ns), np.maximum(0, last_ns)
+
+
+def _slots_of_a_worker(classes: NodeClasses) -> Ints:
+    """[class], on stage 0."""
+    slots: Ints = -(-classes.slots[0] // classes.workers[0])
+    return slots
+
+
 def lanes_infeasible_by(problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int) -> bool:
     """Proven: no lanes bring all microbatches home by then.
 
@@ -63,13 +85,25 @@ def lanes_infeasible_by(problem: Problem, classes: NodeClasses, rounds_ns: Ints,
 
 
 def load_infeasible_by(
-    problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int, limit_s: float
+    problem: Problem,
+    classes: NodeClasses,
+    rounds_ns: Ints,
+    deadline_ns: int,
+    limit_s: float,
+    averaging_ns: Sequence[int] = (),
 ) -> bool:
-    """Proven: no choice of a stage for every node does each stage's share by then."""
+    """Proven: no choice of a stage for every node does each stage's share by then; with `averaging_ns` [stage], no
+    later than so long before."""
     stages, number = problem.stages, len(classes)
-    window_ns = np.tile(deadline_ns - before_ns(classes) - after_ns(classes), (stages, 1))
-    window_ns[0] = deadline_ns
-    by_time = classes.workers * np.maximum(0, window_ns) // work_ns(classes)
+    tail_ns = np.array(averaging_ns or [0] * stages, np.int64)
+    window_ns = deadline_ns - before_ns(classes) - np.maximum(after_ns(classes), tail_ns[:, None])
+    data_ns = deadline_ns - int(tail_ns[0])
+    work = work_ns(classes)
+    by_time = classes.workers * np.maximum(0, window_ns) // work
+    first_ns, last_ns = data_idle_ns(classes, rounds_ns)
+    many = np.maximum(0, data_ns - first_ns - last_ns) // work[0]
+    few = np.maximum(0, data_ns - np.maximum(first_ns, last_ns)) // work[0]
+    by_time[0] = classes.workers[0] * np.maximum(many, np.minimum(few, _slots_of_a_worker(classes)))
     by_lanes = classes.slots * (np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns)
     shares = np.array([share_of(problem, stage) for stage in range(stages)])
     each = np.minimum(np.minimum(by_time, by_lanes), shares[:, None]) / shares[:, None]
@@ -87,17 +121,27 @@ def load_infeasible_by(
     return bool(outcome.status == INFEASIBLE)
 
 
-def loaded_by_size_ns(problem: Problem, classes: NodeClasses, stage: int, most: int) -> list[int]:
-    """When a stage of 1, 2, … nodes is done with its share, at the earliest: with the fastest nodes."""
+def loaded_by_size_ns(
+    problem: Problem, classes: NodeClasses, stage: int, most: int, rounds_ns: Ints | None = None
+) -> list[int]:
+    """When a stage of 1, 2, … nodes is done with its share, at the earliest: with the fastest nodes. With round trips
+    [class], data nodes are idle while they wait for the first and the last."""
     able = classes.slots[stage] > 0
     work, workers = work_ns(classes)[stage, able], classes.workers[stage, able]
     taken_ns = np.sort(np.repeat(work / workers, classes.count[able]))[:most]
     first_ns = int(before_ns(classes)[able].min(initial=NEVER_NS)) if stage else 0
     share = share_of(problem, stage)
     on_busiest = -(-share // np.arange(1, len(taken_ns) + 1))
-    busiest_ns = (-(-on_busiest[:, None] * work // workers)).min(axis=1, initial=NEVER_NS)
+    busiest_ns = -(-on_busiest[:, None] * work // workers)
+    if stage == 0 and rounds_ns is not None:
+        begin_ns, end_ns = (each[able] for each in data_idle_ns(classes, rounds_ns))
+        least_ns = np.maximum(begin_ns, end_ns)
+        more = on_busiest[:, None] > (_slots_of_a_worker(classes) * classes.workers[0])[able]
+        busiest_ns = busiest_ns + np.where(more, begin_ns + end_ns, least_ns)
+        first_ns = int(least_ns.min(initial=NEVER_NS))
+        busiest_ns = busiest_ns - first_ns
     together_ns = (share / np.cumsum(1 / taken_ns) * (1 - ROUNDING)).astype(np.int64)
-    found: list[int] = (first_ns + np.maximum(busiest_ns, together_ns)).tolist()
+    found: list[int] = (first_ns + np.maximum(busiest_ns.min(axis=1, initial=NEVER_NS), together_ns)).tolist()
     return found + [NEVER_NS] * (most - len(found))
 
 

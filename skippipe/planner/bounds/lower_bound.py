@@ -2,7 +2,8 @@
 several relaxations, each of which drops some of a plan's constraints.
 
 best lanes       the slots of a node carry only lanes that take at least the shortest closed walk through it
-node load        every stage finds nodes for its share of the microbatches (CC3), one stage a node, one task a worker
+node load        every stage finds nodes for its share of the microbatches (CC3), one stage a node, one task a worker;
+                 data nodes are idle while as many microbatches as they have slots are under way
 slots and tours  lanes compete for the slots along their tours (`tour_relaxation`), first divisible, then whole
 
 Under full timing averaging comes on top. How long it takes and how early a stage can be done both depend on how many
@@ -120,9 +121,21 @@ class _BoundSearch:
         more than these."""
         problem, classes = self.problem, self.classes
         step_ns = least_step_ns(problem)
-        rings_ns = averaging_by_size_ns(problem, 0, self.most_data_nodes)
-        done_ns = loaded_by_size_ns(problem, classes, 0, self.most_data_nodes)
-        ends = [max(data_end, Bound(each, "node load"), key=_ns) for each in done_ns]
+        by_size = [self._by_size(stage) for stage in range(problem.stages)]
+
+        def infeasible_by(deadline_ns: int) -> bool:
+            """With averaging of as few nodes as each stage must have to be done by then."""
+            least_ns = [
+                min((ring for done, ring in each if done + ring <= deadline_ns), default=deadline_ns)
+                for each in by_size
+            ]
+            return load_infeasible_by(problem, classes, self.rounds_ns, deadline_ns, self._left_s(), least_ns)
+
+        found = [self._raise_bound(load, infeasible_by, STRIDE, "node load")]
+        for stage in range(1, problem.stages):
+            found.append(Bound(min(done + ring for done, ring in by_size[stage]), f"node load of stage {stage}"))
+        rings_ns = [ring for _, ring in by_size[0]]
+        ends = [max(data_end, Bound(done, "node load"), key=_ns) for done, _ in by_size[0]]
         to_ask = {size: [self._by_whole_tours, self._by_tours] for size in range(1, self.most_data_nodes + 1)}
         while True:
             best = min(range(len(ends)), key=lambda index: ends[index].ns + rings_ns[index])
@@ -131,14 +144,15 @@ class _BoundSearch:
                 break
             again = to_ask[size].pop()(ends[best], size)
             ends[:size] = [max(end, again, key=_ns) for end in ends[:size]]
-        found = [Bound(ends[best].ns + rings_ns[best], ends[best].reason), load]
-        for stage in range(1, problem.stages):
-            done_ns = loaded_by_size_ns(problem, classes, stage, self.most_data_nodes)
-            rings_ns = averaging_by_size_ns(problem, stage, self.most_data_nodes)
-            least_ns = min(done + ring for done, ring in zip(done_ns, rings_ns, strict=True))
-            found.append(Bound(least_ns, f"node load of stage {stage}"))
+        found.append(Bound(ends[best].ns + rings_ns[best], ends[best].reason))
         longest = max(found, key=_ns)
         return Bound(longest.ns + step_ns, longest.reason and f"{longest.reason}, then averaging")
+
+    def _by_size(self, stage: int) -> list[tuple[int, int]]:
+        """[nodes − 1]: when a stage of so many is done at the earliest, and how long it averages at least."""
+        most = self.most_data_nodes
+        done_ns = loaded_by_size_ns(self.problem, self.classes, stage, most, self.rounds_ns)
+        return list(zip(done_ns, averaging_by_size_ns(self.problem, stage, most), strict=True))
 
     def _lanes_infeasible_by(self, deadline_ns: int) -> bool:
         return lanes_infeasible_by(self.problem, self.classes, self.rounds_ns, deadline_ns)

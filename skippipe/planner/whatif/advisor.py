@@ -290,7 +290,8 @@ def _codec_choices(plan: Plan, budget: CodecBudget, timing: Timing) -> list[tupl
     if spent <= least:
         return []
     half = replace(budget, nats=max(spent / 2, least))
+    with_half = {f"for {half.nats:.2g}": choose_codecs(plan, half, timing)}
     return [
-        ("codecs", f"for {spent:.2g} nats", {f"for {half.nats:.2g}": choose_codecs(plan, half, timing)}),
+        ("codecs", f"for {spent:.2g} of {budget.nats:g} nats", with_half),
         ("compression", "yes", {f"{' hops and '.join(budget.usual)} gradients": plain}),
     ]
