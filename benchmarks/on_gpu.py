@@ -202,8 +202,11 @@ def run_all(asked: argparse.Namespace) -> int:
         kept = Path(tempfile.gettempdir()) / "skippipe-on-gpu"  # what one part compiles others find, also the next time
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{kept}/inductor")
         environment.setdefault("XDG_CACHE_HOME", f"{kept}/cache")
+        parts = parts_of(asked.device, Path(folder))
+        if unknown := set(asked.only or ()) - {part.name for part in parts}:
+            sys.exit(f"--only: there is no {min(unknown)}, but {', '.join(part.name for part in parts)}")
         with multi_process_service(Path(folder), environment) if asked.mps else nullcontext():
-            for part in parts_of(asked.device, Path(folder)):
+            for part in parts:
                 if asked.only and part.name not in asked.only:
                     continue
                 limit_s = min(part.limit_s, asked.within - END_S - (time.monotonic() - began))

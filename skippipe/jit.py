@@ -29,6 +29,7 @@ Flags = NDArray[np.bool_]
 Function = TypeVar("Function", bound=Callable[..., object])
 
 OPTIONS = {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls kernels from C: to allow it takes a tenth longer
+MOST_COMPILED = 64  # forms of a function that torch.compile keeps: each device, type and kind of pass takes one
 MOST_QUOTED = 200  # characters of an error of a compiler
 COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself
 
@@ -87,6 +88,13 @@ def python_version(function: Function) -> Function:
     return cast(Function, getattr(function, "py_func", function))
 
 
+def keep_compiled_forms() -> None:
+    """Have torch.compile keep more forms of a function than its usual few, beyond which it compiles no more."""
+    from torch._dynamo import config
+
+    config.recompile_limit = max(config.recompile_limit, MOST_COMPILED)
+
+
 def compiled_on_device(function: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:
     """A function of tensors as kernels that torch.compile makes at the first call, without gradients. Where it cannot,
     the function as it is, after a warning that says `what` is slower: a run does not end for that."""
@@ -97,6 +105,7 @@ def compiled_on_device(function: Callable[..., Any], what: str, **options: Any) 
         reason = " ".join(str(error).split())[:MOST_QUOTED]  # its first line may say no more than which compiler
         warnings.warn(f"{what} is not compiled, and slower: {reason}", stacklevel=3)
 
+    keep_compiled_forms()
     made: Callable[..., Any] | None = None
     try:
         made = torch.compile(function, fullgraph=True, **options)

@@ -29,7 +29,6 @@ COMPILE_OPTIONS: dict[str, Any] = {
     "realize_opcount_threshold": 2000,
     "realize_acc_reads_threshold": 64,
 }
-MOST_COMPILED = 64  # forms of a function that torch.compile keeps: codecs share some, each with types of its own
 
 
 class Codec(ABC):
@@ -319,11 +318,10 @@ def compiled(function: Callable[..., Any], given: Tensor) -> Callable[..., Any] 
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    from torch._dynamo import config, mark_dynamic
+    from torch._dynamo import mark_dynamic
 
     from skippipe.jit import compiled_on_device
 
-    config.recompile_limit = max(config.recompile_limit, MOST_COMPILED)
     made = compiled_on_device(function, "a codec", options=COMPILE_OPTIONS)
 
     def run(*given: Tensor) -> Any:

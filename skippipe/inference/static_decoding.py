@@ -13,7 +13,7 @@ that never left the device; if the batch changes meanwhile, it is repeated, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from skippipe.inference.engine import TokenByToken, rows_after
 from skippipe.inference.fused_layers import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
 from skippipe.inference.sampler import TokenReader, choose
+from skippipe.jit import keep_compiled_forms
 from skippipe.stage_subset import StageSubset
 
 LEAST_ROOM = 256  # tokens of a slot: each other room is another graph
 LEAST_TOKENS = 8192  # of all slots together: rooms and batches are rounded up
-MOST_COMPILED = 64  # sizes of batch and cache that a layer is compiled for
 WARM_UP = 3  # runs before a graph is recorded: kernels are compiled and chosen in them
 
 
@@ -98,8 +98,7 @@ class StaticDecoding:
         self.device = next(staged.stages[0].parameters()).device
         self._layer = layer_step
         if compiled:
-            limits: Any = torch._dynamo.config
-            limits.recompile_limit = max(limits.recompile_limit, MOST_COMPILED)
+            keep_compiled_forms()  # sizes of batch and cache
             self._layer = torch.compile(layer_step, dynamic=False, fullgraph=True)
         self._steps: dict[int, StaticStep] = {}
         self._shape = 0, 0

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import Bridges, StageModel
@@ -275,6 +276,7 @@ class StageStep:
 
     def _compile(self) -> None:
         """Compile layer by layer: they are alike, so one is compiled and all use it. Head and loss are another."""
+        keep_compiled_forms()  # of a layer: on each device of the node, with gradients or without
         for layer in self.model.layers:
             layer.compile(dynamic=False)
         if self.model.head is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import (
@@ -41,7 +42,6 @@ from skippipe.study.path_sampling import group_by_stage
 from skippipe.study.traffic import Subspace, gradient_sum, sent
 
 ALL_OF_IT = HopCodecs()  # hops that round nothing
-COMPILED_KINDS = 64  # of passes of a layer: with adapters or without, with gradients or without, one or many samples
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Engine:
         self._teaching: Callable[[Tensor, Tensor, Tensor], Tensor] = self._distillation
         self._distance: Callable[[Tensor, Tensor], Tensor] = _distances
         if compiled:
-            torch._dynamo.config.recompile_limit = COMPILED_KINDS
+            keep_compiled_forms()  # of a layer: with adapters or without, with gradients or without, of many samples
             for stage in self.stages:
                 for layer in stage.layers:
                     layer.compile()

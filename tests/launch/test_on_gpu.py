@@ -76,3 +76,6 @@ def test_what_fails_keeps_no_other_part_from_running_and_what_has_no_time_is_lef
     lines = [json.loads(line) for line in asked.output.read_text(encoding="utf-8").splitlines()]
     assert [(line["part"], line["status"], line["mps"]) for line in lines] == [("bad", 3, False), ("good", 0, False)]
     assert capsys.readouterr().out.endswith("not begun, to be over after 200 s: long\n")
+    asked.only = ["good", "goood"]
+    with pytest.raises(SystemExit, match="there is no goood, but bad, good, long"):
+        run_all(asked)

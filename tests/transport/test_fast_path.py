@@ -85,8 +85,8 @@ def test_order_across_fast_path(net: Net, seed: int) -> None:
         )
 
     found = net.until(send_some)
+    net.until(lambda: all(box.on_fast_path == {peer.name} for box, peer in (boxes, boxes[::-1])))
     for box, peer in (boxes, boxes[::-1]):
-        net.until(lambda box=box, peer=peer: box.on_fast_path == {peer.name})
         assert not box.lost()
         assert check(found[peer.name]) == list(range(120))
 
