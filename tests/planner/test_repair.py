@@ -201,8 +201,8 @@ def test_a_returned_node_makes_iterations_shorter(sites: Plan) -> None:
     sites = replace(sites, stages=tuple(replace(stage, pieces=()) for stage in sites.stages))
     members, able = without(sites)
     for node in (sites.stages[0].nodes[0], sites.stages[1].nodes[0]):
-        before = surely(repair(sites, members, able - {node}))
-        after = surely(repair(before, members, able))
+        before = surely(repair(sites, members, able - {node}, looks=10))
+        after = surely(repair(before, members, able, looks=10))
         assert node in {each for lane in after.lanes for each in lane.path}
         assert iteration_s(after) < iteration_s(before)
 
