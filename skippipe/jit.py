@@ -28,7 +28,8 @@ Flags = NDArray[np.bool_]
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-OPTIONS = {"nogil": True, "no_cfunc_wrapper": True}  # nobody calls kernels from C: to allow it takes a tenth longer
+OPTIONS: dict[str, Any] = {"nogil": True, "no_cfunc_wrapper": True}
+"""Nobody calls kernels from C: to allow it takes a tenth longer."""
 MOST_COMPILED = 64  # forms of a function that torch.compile keeps: each device, type and kind of pass takes one
 MOST_QUOTED = 200  # characters of an error of a compiler
 COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself

@@ -127,39 +127,34 @@ def node(
         from skippipe.model.model_spec import parse_devices
 
         parse_devices(devices)
-    paths = {"tokens": tokens and str(tokens.absolute()), "checkpoint": checkpoint and str(checkpoint.absolute())}
-    named = {"join": join, "listen": listen, "address": address, "devices": devices, **paths}
+    named = {"join": join, "listen": listen, "address": address, "devices": devices}
+    folders = {"tokens": tokens, "checkpoint": checkpoint}
     given = {name: value for name, value in named.items() if value is not None}
+    given |= {name: str(path.absolute()) for name, path in folders.items() if path is not None}
     mine = _admitted(invitation, join, _key_path(key), patience)
-    if mine.coordinator is None:
-        raise UserError(f"{_key_path(key)}: this is the coordinator's key; a node needs its own")
     if invitation is not None and mine.options != given:
         mine = replace(mine, options=given)
         mine.save(_key_path(key))
+    if mine.coordinator is None:
+        raise UserError(f"{_key_path(key)}: this is the coordinator's key; a node needs its own")
     chosen = {**mine.options, **given}
-    where, listen, address = (
-        chosen.get("join", ",".join(mine.addresses)),
-        chosen.get("listen", ANY_PORT),
-        chosen.get("address"),
-    )
+    where = chosen.get("join", ",".join(mine.addresses))
     if not where:
         raise UserError("--join: missing; say where the coordinator is: host:port")
-    devices = chosen.get("devices")
+    here = chosen.get("listen", ANY_PORT), chosen.get("address"), chosen.get("devices")
     agent_config = JoinConfig(
         name=mine.node,
         coordinator=where,
         keys=mine.keys,
         coordinator_public=mine.coordinator,
-        listen=listen_address(listen, where, address),
-        address=address,
+        listen=listen_address(here[0], where, here[1]),
+        address=here[1],
         data_folder=Path(chosen["tokens"]) if "tokens" in chosen else None,
         checkpoint=Path(chosen["checkpoint"]) if "checkpoint" in chosen else None,
-        devices=devices or ALL_DEVICES,
+        devices=here[2] or ALL_DEVICES,
         coordinator_timeout=timedelta(seconds=patience),
     )
-    machine = Examined(
-        _key_path(key).parent, tuple(where.split(",")), mine.keys, mine.coordinator, listen, address, devices
-    )
+    machine = Examined(_key_path(key).parent, tuple(where.split(",")), mine.keys, mine.coordinator, *here)
     check_at_join(machine, patience, lambda line: print(line, file=sys.stderr))
     agent = NodeAgent(agent_config, _all_roles())
     print(f"node '{mine.node}' joins {where}", file=sys.stderr)

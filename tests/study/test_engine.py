@@ -300,8 +300,9 @@ def test_what_changes_passes_is_what_recordings_depend_on(change: dict[str, Any]
     for each in (recipe, replace(recipe, **change)):
         engine.begin_again(spec, COARSE, each)
         for adapters in engine.adapters:
-            for part in adapters.parts:
-                part.up.data.fill_(0.01)
+            for name, weights in adapters.named_parameters():
+                if name.endswith("up"):
+                    weights.data.fill_(0.01)
         engine.iteration(0, tokens, tokens, paths)
         found.append((engine._recorded_with, torch.cat([weights.values for weights in engine._learned])))
     (before, values), (after, others) = found
