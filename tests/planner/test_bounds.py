@@ -34,6 +34,7 @@ from skippipe.simulator import simulate
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
+from tests.helpers.plans import TINY, uniform_cluster
 
 BUDGET_S = 0.05
 
@@ -246,6 +247,23 @@ def test_a_stage_of_one_node_is_done_when_the_best_node_could_be() -> None:
     together_ns = -(-10 * each_ns // problem.costs.workers[0])
     assert len(set(together_ns.tolist())) == 6
     assert loaded_by_size_ns(problem, NodeClasses.of(problem), 0, 1) == [int(together_ns.min())]
+
+
+def test_a_data_node_waits_while_all_its_slots_are_under_way() -> None:
+    """Nine microbatches in three slots: it is idle until the first is back, and after the last has set out."""
+    cluster = uniform_cluster(4, latency_s=0.05, flops_per_s=1e8)
+    problem = Problem(cluster, Workload(TINY, 16, 1, 9, max_slots=3), 2, 2, (1, 3), timing=Timing.CONTENTION_ONLY)
+    classes, costs = NodeClasses.of(problem), problem.costs
+    round_ns = all_tours(classes, 2).least_ns(classes)  # type: ignore[union-attr]
+    forward_ns, backward_ns, head_ns = int(costs.forward_ns[0, 0]), int(costs.backward_ns[0, 0]), int(costs.head_ns[0])
+    first_ns = int(round_ns[0]) - backward_ns - 3 * (forward_ns + head_ns)
+    last_ns = int(round_ns[0]) - forward_ns - 3 * (head_ns + backward_ns)
+    assert min(first_ns, last_ns) > 0
+    (work_ns,) = loaded_by_size_ns(problem, classes, 0, 1)
+    (bound_ns,) = loaded_by_size_ns(problem, classes, 0, 1, round_ns)
+    assert bound_ns == work_ns + first_ns + last_ns
+    plan = plan_of(problem, ((0,), (1, 2, 3)), [((0, other), 3) for other in (1, 2, 3)])
+    assert bound_ns <= simulate(plan, Timing.CONTENTION_ONLY).iteration_ns < 1.5 * bound_ns
 
 
 def test_tours_of_kinds_are_tours_of_nodes() -> None:
