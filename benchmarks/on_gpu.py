@@ -273,7 +273,11 @@ def main() -> None:
     if asked.part == "serve":
         serve(asked)
     else:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: no part outlives this
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # as Ctrl-C: no part outlives this. Also in the background, where
+            signal.signal(number, signal.default_int_handler)  # a shell has parts ignore that they are interrupted
         sys.exit(1 if run_all(asked) else 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -57,7 +58,11 @@ try:
 except KeyboardInterrupt:
     print("found so far", flush=True)
 """
-    found = run_part(python(code), os.environ, 5)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # or it may be ignored, as in the background
+    try:
+        found = run_part(python(code), os.environ, 5)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert found["status"] == TIMED_OUT
     assert "begun" not in str(found["output"]) or "found so far" in str(found["output"])
 

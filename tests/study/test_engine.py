@@ -299,10 +299,8 @@ def test_what_changes_passes_is_what_recordings_depend_on(change: dict[str, Any]
     found = []
     for each in (recipe, replace(recipe, **change)):
         engine.begin_again(spec, COARSE, each)
-        for adapters in engine.adapters:
-            for name, weights in adapters.named_parameters():
-                if name.endswith("up"):
-                    weights.data.fill_(0.01)
+        for weights in engine.adapter_weights:
+            weights.values.add_(0.01)  # or they would add nothing at first
         engine.iteration(0, tokens, tokens, paths)
         found.append((engine._recorded_with, torch.cat([weights.values for weights in engine._learned])))
     (before, values), (after, others) = found
