@@ -49,23 +49,17 @@ def after_ns(classes: NodeClasses) -> Ints:
 
 
 def data_idle_ns(classes: NodeClasses, rounds_ns: Ints) -> tuple[Ints, Ints]:
-    """[class]: how long a worker of a data node is idle at least, until its first microbatch comes back and from when
-    its last one sets out: no more than its slots hold are under way, and there is no other work for it.
+    """[class]: how long the workers of a data node are idle at least, all together, until its first microbatch comes
+    back and from when its last one sets out: no more than its slots hold are under way, and there is no other work.
 
     The two are apart if it has more microbatches than slots: the last one waits for a slot, so for one that is back.
     """
-    slots = _slots_of_a_worker(classes)
+    slots, workers = classes.slots[0], classes.workers[0]
     forward_ns, backward_ns, weight_ns = classes.forward_ns[0], classes.backward_ns[0], classes.weight_ns[0]
-    round_ns = np.minimum(rounds_ns, NEVER_NS // 4)  # sums must not overflow
-    first_ns = round_ns - backward_ns - slots * (forward_ns + classes.head_ns)
-    last_ns = round_ns + weight_ns - forward_ns - slots * (classes.head_ns + backward_ns + weight_ns)
+    round_ns = np.minimum(rounds_ns, NEVER_NS // (4 * workers))  # sums must not overflow
+    first_ns = workers * (round_ns - backward_ns) - slots * (forward_ns + classes.head_ns)
+    last_ns = workers * (round_ns + weight_ns) - forward_ns - slots * (classes.head_ns + backward_ns + weight_ns)
     return np.maximum(0, first_ns), np.maximum(0, last_ns)
-
-
-def _slots_of_a_worker(classes: NodeClasses) -> Ints:
-    """[class], on stage 0."""
-    slots: Ints = -(-classes.slots[0] // classes.workers[0])
-    return slots
 
 
 def lanes_infeasible_by(problem: Problem, classes: NodeClasses, rounds_ns: Ints, deadline_ns: int) -> bool:
@@ -101,9 +95,10 @@ def load_infeasible_by(
     work = work_ns(classes)
     by_time = classes.workers * np.maximum(0, window_ns) // work
     first_ns, last_ns = data_idle_ns(classes, rounds_ns)
-    many = np.maximum(0, data_ns - first_ns - last_ns) // work[0]
-    few = np.maximum(0, data_ns - np.maximum(first_ns, last_ns)) // work[0]
-    by_time[0] = classes.workers[0] * np.maximum(many, np.minimum(few, _slots_of_a_worker(classes)))
+    workers_ns = classes.workers[0] * data_ns
+    many = np.maximum(0, workers_ns - first_ns - last_ns) // work[0]
+    few = np.maximum(0, workers_ns - np.maximum(first_ns, last_ns)) // work[0]
+    by_time[0] = np.maximum(many, np.minimum(few, classes.slots[0]))
     by_lanes = classes.slots * (np.maximum(0, deadline_ns - int(classes.weight_ns[0].min())) // rounds_ns)
     shares = np.array([share_of(problem, stage) for stage in range(stages)])
     each = np.minimum(np.minimum(by_time, by_lanes), shares[:, None]) / shares[:, None]
@@ -135,9 +130,9 @@ def loaded_by_size_ns(
     busiest_ns = -(-on_busiest[:, None] * work // workers)
     if stage == 0 and rounds_ns is not None:
         begin_ns, end_ns = (each[able] for each in data_idle_ns(classes, rounds_ns))
-        least_ns = np.maximum(begin_ns, end_ns)
-        more = on_busiest[:, None] > (_slots_of_a_worker(classes) * classes.workers[0])[able]
-        busiest_ns = busiest_ns + np.where(more, begin_ns + end_ns, least_ns)
+        least_ns = np.maximum(begin_ns, end_ns) // workers
+        more = on_busiest[:, None] > classes.slots[0, able]
+        busiest_ns = busiest_ns + np.where(more, (begin_ns + end_ns) // workers, least_ns)
         first_ns = int(least_ns.min(initial=NEVER_NS))
         busiest_ns = busiest_ns - first_ns
     together_ns = (share / np.cumsum(1 / taken_ns) * (1 - ROUNDING)).astype(np.int64)
