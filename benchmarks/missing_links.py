@@ -52,9 +52,9 @@ def main() -> None:
         cluster = without_links(whole, options.missing, seed, out_only=options.out_only)
         problem = problem_of(cluster, workload, PlanSpec(), example)
         for share in options.shares.split(","):
-            strategies._over_detours = over_detours if share != "0" else lambda *_: []
-            if share:
-                strategies.detours_share = lambda _cluster, share=float(share): share  # type: ignore[misc]
+            if share:  # in place of the planner's own rule
+                vars(strategies)["detours_share"] = lambda _cluster, share=float(share): share
+                vars(strategies)["_over_detours"] = over_detours if float(share) else lambda *_: []
             request = PlanRequest(seed=seed, budget_s=math.inf, changes=options.changes)
             try:
                 found = iteration_ns(strategies.make_plan(problem, Strategy.BEST, request)) / 1e9
