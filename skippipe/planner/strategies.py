@@ -27,7 +27,7 @@ from skippipe.planner.bounds.lower_bound import Bound, lower_bound
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.missing_links import DETOURS, missing_links, plan_over_detours
+from skippipe.planner.missing_links import DETOURS, MOST_DETOURS, detours_share, missing_links, plan_over_detours
 from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, lane_unit
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
@@ -47,7 +47,6 @@ CBS_FROM_S = 10.0  # in fewer seconds it finds little
 PARTS_SHARE = 0.3  # of the seconds or changes, for a large cluster in parts
 PART_FROM_S = 0.2  # in fewer seconds for a part, …
 PART_FROM_CHANGES = 2_000  # … or with fewer changes, its plan is worth little
-DETOURS_SHARE = 0.5  # of the seconds or changes, for plans around missing links
 FIRST_SHARE = 0.05  # of the seconds, for each of the plans that `best` can begin with
 FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes are counted
 EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for people who watch it
@@ -159,8 +158,8 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
         starts = [in_parts]
         changes *= 1 - PARTS_SHARE
     elif missing_links(problem.cluster).any() and request.budget_s > 0:
-        starts = _around_missing_links(problem, request, until)
-        changes *= 1 - DETOURS_SHARE
+        starts, share = _around_missing_links(problem, request, until)
+        changes *= 1 - share
     else:
         starts = _initial_plans(problem, request, until)
 
@@ -231,29 +230,30 @@ def _in_parts(problem: Problem, request: PlanRequest) -> Plan | None:
     return None
 
 
-def _around_missing_links(problem: Problem, request: PlanRequest, until: float) -> list[Plan]:
-    """Plans that `best` can begin with where links are missing, the best of them first."""
+def _around_missing_links(problem: Problem, request: PlanRequest, until: float) -> tuple[list[Plan], float]:
+    """Plans that `best` can begin with where links are missing, the best of them first, and the share of the budget
+    that went into detours."""
     found: list[Plan] = []
-    reason = None
+    reason, share = None, detours_share(problem.cluster)
     try:
         found += _initial_plans(problem, request, until)
     except Infeasible as error:
-        reason = error
+        reason, share = error, MOST_DETOURS
     with suppress(Infeasible):
-        found += _over_detours(problem, request)
+        found += _over_detours(problem, request, share)
     if reason and not found:
         raise reason
-    return sorted(found, key=iteration_ns)
+    return sorted(found, key=iteration_ns), share
 
 
-def _over_detours(problem: Problem, request: PlanRequest) -> list[Plan]:
-    """Plans over links that are there, found by way of detours."""
-    began, share = request.clock(), DETOURS_SHARE / len(DETOURS)
+def _over_detours(problem: Problem, request: PlanRequest, share: float) -> list[Plan]:
+    """Plans over links that are there, found by way of detours for this share of the budget."""
+    began, each = request.clock(), share / len(DETOURS)
 
     def find_plan(detoured: Problem, start: Plan | None, done: float) -> Plan:
-        request.progress("planning around missing links", DETOURS_SHARE * done, None)
-        left_s = DETOURS_SHARE * done * request.budget_s - (request.clock() - began)
-        limits = replace(request, budget_s=max(0.0, left_s), changes=share * request.changes, bound_s=0.0, robust=0.0)
+        request.progress("planning around missing links", share * done, None)
+        left_s = share * done * request.budget_s - (request.clock() - began)
+        limits = replace(request, budget_s=max(0.0, left_s), changes=each * request.changes, bound_s=0.0, robust=0.0)
         return _best(detoured, replace(limits, start=start, progress=PlanRequest.progress))
 
     return plan_over_detours(problem, find_plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations, permutations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from skippipe.model_shape import MODELS
 from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.genetic_allocation import allocate, best_tour
-from skippipe.planner.missing_links import missing_links, with_detours
+from skippipe.planner.missing_links import detours_share, missing_links, with_detours
 from skippipe.planner.problem import Budget, Problem, lane_unit, stage_sizes
 from skippipe.planner.published import published20
 from skippipe.planner.request import PlanRequest, Strategy
@@ -171,6 +172,22 @@ def test_no_two_nodes_that_only_call_out_meet(strategy: Strategy, stages: int, v
     problem = Problem(cluster, Workload(TINY, sequence_tokens=16, microbatches=30, max_slots=3), stages, visited)
     plan = make_plan(problem, strategy, counted(strategy, changes=300))
     assert validate(plan) == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "share"), [((3, 7), 0.02), (np.s_[1::2, 1::2], 90 / 380)], ids=["one", "half out only"]
+)
+def test_as_much_of_a_search_goes_into_detours_as_links_are_missing(missing: Any, share: float) -> None:
+    whole = random_cluster(20, 5)
+    bandwidth = whole.bandwidth_bytes_per_s.copy()
+    bandwidth[missing] = 0
+    cluster = replace(whole, bandwidth_bytes_per_s=bandwidth)
+    assert missing_links(cluster).any() and detours_share(cluster) == pytest.approx(share)
+    problem = Problem(cluster, Workload(TINY, sequence_tokens=16, microbatches=30, max_slots=3), 4, 3)
+    done: dict[str, list[float]] = {}
+    request = PlanRequest(changes=100, progress=lambda what, share, _best: done.setdefault(what, []).append(share))
+    assert validate(make_plan(problem, Strategy.BEST, request)) == []
+    assert max(done["planning around missing links"]) == pytest.approx(share)
 
 
 def test_detours_lead_over_the_third_node_where_they_are_shortest() -> None:
