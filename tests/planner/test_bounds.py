@@ -35,7 +35,7 @@ from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
 
-BUDGET_S = 0.05
+BUDGET_S = 0.15
 
 
 def unequal(nodes: int, seed: int, missing: float, memory_gib: float) -> Cluster:
