@@ -36,7 +36,7 @@ from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
-BUDGET_S = 0.05
+BUDGET_S = 0.15
 
 
 def unequal(nodes: int, seed: int, missing: float, memory_gib: float) -> Cluster:

@@ -96,7 +96,7 @@ def sites() -> Plan:
     """A plan of which averaging is not the larger part."""
     work = Workload(MODELS["llama-1.5b"], microbatches=24, max_slots=4)
     problem = Problem(five_sites(16), work, 4, 3)
-    return make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=60, clock=ticks()))
+    return make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=300, clock=ticks()))
 
 
 # losses
