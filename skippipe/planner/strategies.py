@@ -98,7 +98,7 @@ def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pl
         plan = TwoPhaseSearch(problem, strategy, request).plan()
     plan = averaging_fastest(plan, thorough=True)
     plan = plan.promising(simulate(plan, problem.timing))
-    request.progress("searching", 1.0, seconds(iteration_ns(plan)))
+    request.progress("searched", 1.0, seconds(iteration_ns(plan)))
     return _bounded(problem, plan, request) if request.bound_s else plan
 
 

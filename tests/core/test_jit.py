@@ -30,9 +30,9 @@ def test_what_is_not_compiled_is_computed_once_and_said_once(options: dict[str, 
         assert run(given, by=2.0).tolist() == [4.0, 4.0, 4.0]
 
 
-@torch._dynamo.config.patch(recompile_limit=8)
-def test_what_is_compiled_gives_the_same_in_many_forms() -> None:
+def test_what_is_compiled_gives_the_same_in_many_forms(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than torch keeps by itself: a node has passes of several kinds on each of its devices."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     calls = []
 
     def backend(module: torch.fx.GraphModule, _inputs: object) -> object:

@@ -279,8 +279,9 @@ def test_the_worked_example() -> None:
             assert (ours == theirs.numpy()).all()
         done = second.iteration(number)
         for each in (one, done):
-            line = [done.length, "{}, {}".format(*windows), f"{each.rate:.8f}", f"{each.norm:.5f}", f"{each.loss:.5f}"]
-            assert list(map(str, line)) == table[str(number)]
+            *exactly, norm, loss = table[str(number)]
+            assert [str(done.length), "{}, {}".format(*windows), f"{each.rate:.8f}"] == exactly
+            assert [each.norm, each.loss] == pytest.approx([float(norm), float(loss)], abs=1.5e-5)  # processors differ
     assert table["windows"] == [str(sampler.windows)]
     assert table["first key of epoch 0"] == [f"`{oracle.keys(7, 0)[0]:#x}`"]
     assert table["where offsets 0 to 9 of epoch 0 go"] == [", ".join(str(permute(7, 0, k, 37)) for k in range(10))]
