@@ -11,7 +11,7 @@ WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels codec-kernels unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
+.PHONY: demo test lint types docs kernels codec-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
 	bench-train bench-serve gpu-bundle clean
 
 demo: $(READY)
@@ -48,8 +48,11 @@ codec-kernels: $(READY)
 	$(BIN)/python -c 'import torch; from skippipe.codecs import CODECS, decode, encode; \
 		[decode(encode(torch.ones(2**12, dtype=each), codec)) for codec in CODECS for each in (torch.float32, torch.bfloat16)]'
 
-unit: kernels codec-kernels
-	$(BIN)/python -m tests.forked_workers $(WORKERS) -m "not slow"
+bytecode: $(READY)  # of tests and all they import: or every worker would compile it for itself at the same time
+	$(BIN)/pytest --collect-only -qq > /dev/null
+
+unit: kernels codec-kernels bytecode
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-slow: $(READY) kernels  # what takes many seconds each: long random searches, more fault plans
 	$(BIN)/pytest -n 2 --dist load -m slow
