@@ -167,7 +167,7 @@ class BestPromise:
             self._estimate_ns, problem = leader.best_ns, self._problems[leader.variant]
             plans = [*plans_of(problem, leader.best, "best"), *(self._starts if self._ns == INFINITE_NS else ())]
             valid = (plan for plan in plans if not validate(plan))
-            self._ns = min(self._ns, *(simulate(plan, problem.timing).iteration_ns for plan in valid))
+            self._ns = min([self._ns, *(simulate(plan, problem.timing).iteration_ns for plan in valid)])
         return self._ns
 
 
