@@ -43,6 +43,7 @@ from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -141,27 +142,41 @@ def trained(
 ) -> tuple[Taken, float]:
     """What a run took, and what its plan had promised."""
     folder.mkdir(parents=True)
-    cluster.save(folder / "cluster.json")
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
-    job = JobConfig(
-        cluster=str(folder / "cluster.json"),
-        output=str(folder / "run"),
-        iterations=asked.iterations,
-        data=DataConfig(vocabulary=512),
-        batch=BatchConfig(sequence=64, samples=2),
+    job = job_of(
+        cluster,
+        folder,
+        asked,
         pipeline=PipelineConfig(stages=6, skip="1/3", budget_s=asked.budget),
         emulation=EmulationConfig(enabled=True, time=scale) if scale else EmulationConfig(),
         transport=joins(folder, at) if relay else TransportConfig(),
     )
-    if relay:
-        launcher: MixedLauncher | RelayedLauncher = RelayedLauncher(cluster.number, folder, at, out_only)
+    relayed = RelayedLauncher(cluster.number, folder, at, out_only) if relay else None  # makes the keys of the job
     setup = build_run(job)
     assert setup.plan.expected is not None
     taken = Taken()
-    if not relay:
-        launcher = MixedLauncher(setup.run.names, folder / "logs", out_only, say_so=say_so)
+    launcher = relayed or MixedLauncher(setup.run.names, folder / "logs", out_only, say_so=say_so)
     setup.run.launch(launcher, taken)
     return taken, setup.plan.expected.iteration_s
+
+
+def job_of(
+    cluster: Cluster,
+    folder: Path,
+    asked: argparse.Namespace,
+    microbatches: int = BatchConfig().microbatches,
+    **others: Any,
+) -> JobConfig:
+    """A job on this cluster, whose file and run are in the folder."""
+    cluster.save(folder / "cluster.json")
+    return JobConfig(
+        cluster=str(folder / "cluster.json"),
+        output=str(folder / "run"),
+        iterations=asked.iterations,
+        data=DataConfig(vocabulary=512),
+        batch=BatchConfig(sequence=64, samples=2, microbatches=microbatches),
+        **others,
+    )
 
 
 # Until all are at work
@@ -313,14 +328,12 @@ def promise(asked: argparse.Namespace) -> int:
     pairs = {frozenset(pair) for pair in combinations(range(asked.nodes), 2)}
     with tempfile.TemporaryDirectory(prefix="reach") as name:
         folder = Path(name)
-        with_relay(machine(asked.nodes), pairs, 1e6 * asked.rate).save(folder / "cluster.json")
         at = f"127.0.0.1:{free_port('127.0.0.1')}"
-        job = JobConfig(
-            cluster=str(folder / "cluster.json"),
-            output=str(folder / "run"),
-            iterations=asked.iterations,
-            data=DataConfig(vocabulary=512),
-            batch=BatchConfig(sequence=64, samples=2, microbatches=2 * asked.nodes),
+        job = job_of(
+            with_relay(machine(asked.nodes), pairs, 1e6 * asked.rate),
+            folder,
+            asked,
+            microbatches=2 * asked.nodes,
             pipeline=PipelineConfig(stages=3, skip="0", budget_s=asked.budget),
             transport=joins(folder, at),
         )
