@@ -44,6 +44,7 @@ from skippipe.transport.token_gate import TOKEN_BYTES, token_of
 
 log = logging.getLogger(__name__)
 CLOSE_LINGER_S = 1.0  # for the last messages to leave
+EXIT_MESSAGE_S = 0.5  # for the last messages of a node whose connection broke to arrive
 REACHED_S = 5.0  # for a node to be reached at the address that it announces; then it has to call
 NOT_THE_NODE = (
     LossReason.HANDSHAKE,
@@ -95,6 +96,8 @@ class Listener:
     """Node → messages that could not be read."""
     _disconnected: dict[str, tuple[str, float]] = field(init=False, default_factory=dict)
     """Lost node → its last address, and the time from which it may be told to join again."""
+    _broken: dict[str, tuple[float, str]] = field(init=False, default_factory=dict)
+    """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""
     _answered: dict[str, float] = field(init=False, default_factory=dict)
     """Node → when another incarnation of it was last told to join again."""
     _stuck: set[str] = field(init=False, default_factory=set)
@@ -130,6 +133,7 @@ class Listener:
             del self._apart_s[pair]
             self._apart.pop(pair, None)
         self._disconnected.pop(name, None)
+        self._broken.pop(name, None)  # that was another incarnation
         self.fence.joined(name)
         self._sites.pop(name, None)
         self._calls.pop(name, None)
@@ -169,6 +173,7 @@ class Listener:
             return False
         self._disconnected[name] = self.addresses.pop(name), time.monotonic()
         self._calls.pop(name, None)
+        self._broken.pop(name, None)
         self.fence.left(name)
         self.mailbox.disconnect(name, linger_s)
         return True
@@ -243,7 +248,8 @@ class Listener:
         return None
 
     def lost(self) -> list[tuple[str, str]]:
-        """Nodes that have become unreachable since the last call, and how that is known."""
+        """Nodes that have become unreachable since the last call, and how that is known. What they sent before has had
+        time to arrive: it may say why they end."""
         stuck, self._stuck = self._stuck, set()
         lost = {each.peer: each.reason for each in self.mailbox.lost()}
         connected = self.mailbox.connected
@@ -262,7 +268,12 @@ class Listener:
                 self.on_reached(name)
             elif self._is_not_there(name, until, lost.get(name)) and self._await_calls(name):
                 lost.pop(name, None)
-        found = [(name, f"its connection: {reason}") for name, reason in lost.items()]
+        now = time.monotonic()
+        for name, reason in lost.items():
+            self._broken.setdefault(name, (now + EXIT_MESSAGE_S, f"its connection: {reason}"))
+        found = [(name, how) for name, (until, how) in self._broken.items() if now >= until]
+        for name, _ in found:
+            del self._broken[name]
         return [*found, *((name, "it does not take messages") for name in sorted(stuck - self.relay_names))]
 
     def lose_relay(self, name: str, how: str) -> None:

@@ -169,7 +169,7 @@ class Chaos:
     """Nodes join by themselves; None: if the coordinator is to be killed."""
     step_s: float = 0.0
     build_s: float = 0.0
-    full_disk: tuple[int, int] | None = None
+    full_disk: int | None = None
     out_only: frozenset[int] = frozenset()
     """All four as in `Scene`."""
     relay: bool = False

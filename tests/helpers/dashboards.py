@@ -26,7 +26,7 @@ from skippipe.web.server import ApiSettings
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 HOSTILE = "<img src=x onerror=alert(1)>"
 LANES = 2  # of a data node
 

@@ -32,7 +32,7 @@ from skippipe.web.server import ApiSettings
 MODEL = "org/mirror"
 STAGES = 6
 OPEN = ApiSettings(loopback=True, requests_per_minute=1_000_000)
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 VOCABULARY = 50
 PLACES = {0: (0, 1), 1: (2, 3), 2: (4, 5), 3: (6,)}
 """Stage → its nodes."""

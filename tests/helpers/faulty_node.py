@@ -27,6 +27,7 @@ from transformers import LlamaForCausalLM  # noqa: F401  imported once, before o
 
 import skippipe.launch.local
 import skippipe.runtime.train_role
+from skippipe.checkpoint.format import Checkpoints
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.runtime.coordinator.interfaces import IterationReport
@@ -72,8 +73,8 @@ class Scene:
     """That a step takes at least: nobody comes back in time on a machine that is done with everything by then."""
     build_s: float = 0.0
     """That a stage takes at least to be built."""
-    full_disk: tuple[int, int] | None = None
-    """While iterations from one to the other are done, no file can grow beyond a few kilobytes."""
+    full_disk: int | None = None
+    """From the first complete checkpoint until this iteration is done, no file can grow beyond a few kilobytes."""
     out_only: frozenset[int] = frozenset()
     """Nodes that cannot be called."""
 
@@ -273,14 +274,16 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
 def _fill_disk(scene: Scene) -> None:
     """Files of checkpoints cannot be written for some iterations."""
     assert scene.full_disk is not None
-    first, last = scene.full_disk
+    last, checkpoints = scene.full_disk, Checkpoints(Path(scene.job.output) / "checkpoints")
     told = MetricsFile.iteration_done
 
     def iteration_done(self: MetricsFile, report: IterationReport) -> None:
         told(self, report)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        if report.iteration in (first, last):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES if report.iteration == first else most, most))
+        if report.iteration < last and checkpoints.complete():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, most))
+        elif report.iteration == last:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
     MetricsFile.iteration_done = iteration_done  # type: ignore[method-assign]
 

@@ -13,7 +13,7 @@ from skippipe.transport.keys import KeyPair
 from skippipe.transport.mailbox import Lost, Mailbox, QueueFull, Security
 from skippipe.transport.message import Hop, Message, Received, Stamp
 
-PATIENCE_S = 10.0  # the deadline of every wait here
+PATIENCE_S = 60.0  # the deadline of every wait here
 KEYS = {name: KeyPair.new() for name in ("a", "b", "stranger")}
 HELLO = Message(Stamp(1, 2, 3), {"hello": [1, 2.5, "ü"]})
 

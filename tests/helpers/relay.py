@@ -15,7 +15,7 @@ from skippipe.transport.fast_path import FastPathMessage, FastPathReceiver, Fast
 
 GREETING_BYTES = 64  # of ZMTP 3 (rfc.zeromq.org/spec/23); then frames: flags, length in 1 or 8 bytes, body
 LONG, COMMAND = 2, 4
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 EACH_TIMES_S = 0.002  # that a slow link holds up a block of bytes, for every time that it is slower
 BLOCK_BYTES = 65536
 

@@ -32,7 +32,7 @@ from skippipe.transport.message import MessageKind, Received
 from skippipe.transport.relay import Relay, RelayLimits, RelayLoad
 from tests.helpers.mailboxes import number_of, numbered
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 NODES = ("n0", "n1")
 KEYS = {name: KeyPair.new() for name in (THE_COORDINATOR, *NODES, "hub")}
 

@@ -29,7 +29,7 @@ from skippipe.runtime.rendezvous import Rendezvous
 from skippipe.transport.addresses import free_port, join_address, split_address
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 class Recorder:

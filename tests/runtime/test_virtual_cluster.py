@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -160,14 +159,3 @@ def test_a_plan_that_locks_up_ends_a_run_that_is_not_to_survive_with_the_names_o
     assert run.coordinator.state is CoordinatorState.FAILED
     assert run.coordinator.failure == "waited 600 s for n1, n2 to average gradients"
     assert all(node.stopped == Stop(run.coordinator.failure) for node in run.nodes.values())
-
-
-def test_iterations_a_second() -> None:
-    """A figure for people; run pytest with -s to see it."""
-    plan = published_plan(published20(), "skippipe", None)
-    cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 5), disturb=disturbance(1, 2.0))
-    began = time.perf_counter()
-    cluster.run()
-    took_s = time.perf_counter() - began
-    assert len(cluster.reports) == 5
-    print(f"\n{5 / took_s:.1f} iterations a second of the published 20-node plan, {cluster.now_ns / 1e9:.0f} virtual s")

@@ -33,7 +33,7 @@ from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.members import MemberStore
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 NODES = {"ann": 0, "bob": 1, "cem": 0}
 Said = TypeVar("Said", bound=ControlMessage)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from skippipe.constraints import lanes_through
@@ -17,7 +18,7 @@ from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.messages import ControlMessage, NewPlan, PeerUpdate, StateRequest, Stop, Welcome
 from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.runtime.rendezvous import EndedNodes, Listener, poll_s
+from skippipe.runtime.rendezvous import EXIT_MESSAGE_S, EndedNodes, Listener, poll_s
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.admission import NodeNeeds
 from skippipe.transport.keys import KeyPair
@@ -26,7 +27,6 @@ from skippipe.transport.message import Message, MessageKind, Received, StatePiec
 
 CLOSE_LINGER_S = 2.0  # for the last messages to leave
 MAX_STATE_VALUES = 2**24  # numbers of a state in one message
-EXIT_MESSAGE_S = 0.5  # for the last messages of a node whose connection broke to arrive
 
 
 class CoordinatorServer:
@@ -65,8 +65,6 @@ class CoordinatorServer:
             lambda name, info: self._machine.on_relay(name, info),
             lambda a, b, apart: self._machine.on_apart(self._numbers[a], self._numbers[b], apart),
         )
-        self._disconnected: dict[str, tuple[float, str]] = {}
-        """Node whose connection broke → until when its last messages are awaited, and what is known of its end."""
         self._plan_json: tuple[Plan, dict[str, Any]] | None = None
         self._admission = admission
         if admission is not None:
@@ -105,16 +103,8 @@ class CoordinatorServer:
         machine.membership.may_relay = bool(self._listener.relay_names)
         for received in self._mailbox.receive(timeout_s):
             self._deliver(machine, received)
-        now = time.monotonic()
-        for name, how in self._listener.lost():
-            self._disconnected.setdefault(name, (now + EXIT_MESSAGE_S, how))
-        for name, how in ended():  # its last messages have arrived
-            self._disconnected.pop(name, None)
+        for name, how in chain(ended(), self._listener.lost()):  # the last messages of the former have arrived
             machine.node_lost(self._numbers[name], how)
-        for name, (until, how) in list(self._disconnected.items()):
-            if now >= until or machine.over:
-                del self._disconnected[name]
-                machine.node_lost(self._numbers[name], how)
         if self._admission is not None:
             self._follow_admission(machine, self._admission)
         machine.tick()
@@ -150,7 +140,6 @@ class CoordinatorServer:
 
     def connect(self, node: int, address: str) -> bool:
         name, listener = self._names[node], self._listener
-        self._disconnected.pop(name, None)  # that was another incarnation
         try:
             listener.connect(name, address)
         except UserError:
