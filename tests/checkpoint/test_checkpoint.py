@@ -30,6 +30,7 @@ from skippipe.training.run import Run
 from tests.helpers.disks import full_disk
 from tests.helpers.exact_training import FULL, SKIPPED, brief_of, plan_of, tensors_of
 from tests.helpers.executors import state_of
+from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
 LEARNING = OptimConfig(rate=3e-3, warmup=2, iterations=6)
@@ -70,7 +71,7 @@ def weights_of(computers: dict[int, StageExecutor]) -> dict[str, torch.Tensor]:
     return {name: each.detach() for one in computers.values() for name, each in one.tasks.model.named_weights()}
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", others_slow([True], [False]))
 def test_going_on_is_the_same_as_not_stopping(tmp_path: Path, tokenizer: TextTokenizer, split: bool) -> None:
     plan, spec = plan_of(SKIPPED, split=split)
     whole, expected, _ = run(plan, spec, Checkpoints(tmp_path / "whole"), tokenizer)

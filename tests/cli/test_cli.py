@@ -87,6 +87,7 @@ def test_sweep_over_skip_ratios(skippipe: Command) -> None:
     assert "visited" in skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "0").out
 
 
+@pytest.mark.slow  # test_sweep.py
 def test_sweep_over_stage_counts(skippipe: Command, tmp_path: Path) -> None:
     png, html = tmp_path / "s.png", tmp_path / "s.html"
     words = ["five-sites:9", "--stages", "3-4,10", "--budget", "0"]

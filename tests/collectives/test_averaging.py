@@ -23,6 +23,7 @@ from skippipe.runtime.node.ops import AdoptPiece, BeginAveraging, ContributePiec
 from skippipe.runtime.stage_executor import StageExecutor
 from tests.helpers.executors import RATE, average, computer_of, drive, gradient_of, noise, state_of, stepped
 from tests.helpers.plans import AVERAGING_KINDS, drawn_averaging, relayed
+from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
 VALUES = 301
@@ -105,7 +106,9 @@ def summed(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("size", "codec"), [(2, "fp32"), *((3, codec) for codec in CODECS), (4, "int8"), (7, "int2")])
+@pytest.mark.parametrize(
+    ("size", "codec"), others_slow([(2, "fp32"), *((3, codec) for codec in CODECS), (4, "int8")], [(7, "int2")])
+)
 def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, size: int, codec: str) -> None:
     averaging = averaging_of(size, kind, size)
     gradients = [noise(seed, VALUES) for seed in range(size)]
@@ -149,7 +152,7 @@ def test_averaging_begun_again_is_averaging_that_was_not_given_up(kind: str, siz
     assert all(torch.equal(each, noise(seed, VALUES)) for seed, each in enumerate(gradients))
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int2"])
+@pytest.mark.parametrize("codec", others_slow(["bf16", "int8"], ["int2"]))
 def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
     """With the same gradient in every iteration, the mean of what is applied tends to the true one, also if the
     gradient is cut in another way each time; the error of a single iteration stays what it was."""
@@ -172,7 +175,7 @@ def test_what_rounding_takes_away_is_given_back(codec: str) -> None:
         assert errors[-1] < bias / 12, "without feedback the error would stay"
 
 
-@pytest.mark.parametrize("codec", ["int2", "rank-4"])
+@pytest.mark.parametrize("codec", others_slow(["rank-4"], ["int2"]))
 def test_nothing_is_lost_or_doubled_when_a_node_with_a_remainder_is_lost(codec: str) -> None:
     """Whenever node 2 is lost in its third iteration: what was applied and what the others keep is all that they have
     had, and what node 2 had passed on before. Then node 1 is lost, too, and node 0 goes on alone."""

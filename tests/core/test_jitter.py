@@ -107,6 +107,7 @@ def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter(few_draws
     assert tails[0.3] <= tails[0.0], "by the draws that it was chosen by"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_draws")
 def test_commands_plan_for_it_and_draw_it(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"

@@ -25,6 +25,7 @@ from skippipe.inference.speculative import (
     shared_stages,
 )
 from skippipe.stage_subset import StageSubset
+from tests.helpers.quick import others_slow
 from tests.helpers.staged_models import (
     GREEDY,
     WHOLE,
@@ -65,7 +66,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}-{case.late}")
+@pytest.mark.parametrize("case", others_slow(CASES[::2], CASES[1::2]), ids=lambda case: f"{case.family}-{case.late}")
 def test_drafts_change_nothing(case: Case) -> None:
     """Whether they are nearly always right, now and then, or hardly ever; the likeliest tokens, or some at random."""
     model = staged(case.family, late=case.late)

@@ -30,7 +30,8 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel
 from skippipe.stage_subset import StageSubset
 from tests.helpers.model_folders import TOKENIZER
-from tests.helpers.models import FAMILIES, tiny
+from tests.helpers.models import tiny
+from tests.helpers.quick import MOST_FAMILIES_SLOW
 from tests.helpers.staged_models import (
     GREEDY,
     TEXT,
@@ -50,7 +51,7 @@ torch.set_num_threads(1)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST_FAMILIES_SLOW)
 def test_any_schedule_of_passes_gives_the_logits_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of unequal length, with and without a past, padding, slots in any order, cut back, moved and used again."""
     monkeypatch.setattr(cached_stage, "MIN_ROOM", 4)  # so that it grows
@@ -174,7 +175,7 @@ def test_bf16(family: str) -> None:
 # ---- many together
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST_FAMILIES_SLOW)
 def test_texts_are_those_of_transformers(family: str) -> None:
     model = staged(family)
     whole = theirs(model)

@@ -34,7 +34,7 @@ from skippipe.inference.eval.tables import as_json, notes, number, tables
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, subset
-from tests.helpers.models import FAMILIES
+from tests.helpers.quick import MOST_FAMILIES_SLOW
 
 torch.set_num_threads(1)
 IDS = default_rng(3).integers(0, TOKENIZER.size, 500).astype(np.uint16)
@@ -69,7 +69,7 @@ def losses(
 # ---- losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST_FAMILIES_SLOW)
 def test_the_whole_model_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     export_to(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -25,6 +25,7 @@ from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import StageSubset, Visits
 from skippipe.study.engine import Engine
 from tests.helpers.model_folders import LAYERS, TOKENIZER, export_to
+from tests.helpers.quick import others_slow
 from tests.helpers.staged_models import asked, output_tokens
 
 torch.set_num_threads(1)
@@ -57,7 +58,7 @@ def rows_of(count: int = 4, length: int = 17) -> torch.Tensor:
     return torch.randint(0, TOKENIZER.size, (count, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+@pytest.mark.parametrize("recipe", others_slow(RECIPES[2:], RECIPES[:2]))
 def test_losses_of_parts_are_those_of_the_study(tmp_path: Path, recipe: SkipSchedule) -> None:
     plain = tmp_path / "plain"
     export_to(plain)
@@ -82,7 +83,7 @@ def test_losses_of_parts_are_those_of_the_study(tmp_path: Path, recipe: SkipSche
         assert same == (len(subset.stages) == 3), "the whole model is as it was, to the last bit"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+@pytest.mark.parametrize("recipe", others_slow(RECIPES[2:], RECIPES[:2]))
 def test_texts_token_by_token_and_with_drafts(tmp_path: Path, recipe: SkipSchedule) -> None:
     healed(tmp_path, recipe, "mistral")
     staged, rows = load(tmp_path), rows_of(3, 12)

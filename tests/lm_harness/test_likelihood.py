@@ -20,7 +20,7 @@ from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.tasks import HarnessTask, build_tasks, parse_names, write_tasks
 from skippipe.stage_subset import StageSubset, parse_subsets
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, plainly
-from tests.helpers.models import FAMILIES
+from tests.helpers.quick import MOST_FAMILIES_SLOW
 
 torch.set_num_threads(1)
 
@@ -266,7 +266,7 @@ def asked(count: int = 12) -> list[LikelihoodRequest]:
     return [LikelihoodRequest(row[: -1 - index % 3], row[-1 - index % 3 :]) for index, row in enumerate(rows)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST_FAMILIES_SLOW)
 def test_likelihoods_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     export_to(tmp_path, family)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)

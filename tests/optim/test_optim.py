@@ -53,6 +53,7 @@ from skippipe.workload import Workload
 from tests.helpers.executors import computer_of, noise, state_of, stepped
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
+from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
 SEQUENCE, SAMPLES, MICROBATCHES = 12, 2, 3
@@ -189,7 +190,7 @@ def assert_equal(executors: dict[int, StageExecutor], reference: ReferenceTraine
 
 @pytest.mark.parametrize(
     "optimizer",
-    ["adamw", "adamw8bit", "muon", "sgd", pytest.param("momentum", marks=pytest.mark.slow), "rowwise"],
+    others_slow(["adamw8bit", "muon"], ["adamw", "sgd", "momentum", "rowwise"]),  # test_exact.py: adamw
 )
 def test_nodes_checkpoints_and_growth_follow_one_process(
     tmp_path: Path, tokenizer: TextTokenizer, optimizer: str

@@ -35,6 +35,7 @@ from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
+from tests.helpers.quick import others_slow
 
 BUDGET_S = 0.15
 
@@ -140,7 +141,7 @@ def test_no_random_plan_beats_it() -> None:
     assert compared >= 10
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (3, 4, 5))])
+@pytest.mark.parametrize("seed", others_slow([0], range(1, 6)))
 def test_no_strategy_beats_it(seed: int) -> None:
     problem = some_problem(1000 + seed)
     assert problem is not None, "take another seed"
@@ -168,6 +169,7 @@ def test_published_plans_do_not_beat_it(timing: Timing, split: bool) -> None:
     assert lower_bound([problem], 0.5).ns <= taken_ns
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("split", "known_s"), [(False, 25.4), (True, 22.6)])
 def test_within_a_tenth_of_the_best_plan_known(split: bool, known_s: float) -> None:
     problem, _ = published_problem(Timing.CONTENTION_ONLY, split)

@@ -28,6 +28,7 @@ from skippipe.validate import validate
 from skippipe.workload import LinkDtypes, Workload
 from tests.helpers.plans import TINY, uniform_cluster
 from tests.helpers.processes import Command
+from tests.helpers.quick import others_slow
 
 PRICES = prices_of(
     {
@@ -68,7 +69,7 @@ def test_only_what_is_waited_for_gets_a_smaller_codec() -> None:
     assert Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", others_slow([0], [1]))
 def test_nearly_the_best_of_all_choices_within_any_budget(seed: int) -> None:
     """By trying all: eight messages, each bf16 or int8, and a stage of two nodes, which averages in three ways."""
     random = np.random.default_rng(seed)
@@ -135,6 +136,7 @@ def test_gradients_go_back_by_the_codec_that_is_for_them() -> None:
     )
 
 
+@pytest.mark.slow
 def test_more_nats_are_never_slower() -> None:
     problem = Problem(five_sites(6), Workload(MODELS["llama-500m"], microbatches=12), 4, 3)
     budgets = [CodecBudget.of(nats, PRICES) for nats in (0.006, 0.0, 0.002)]
@@ -207,8 +209,9 @@ def test_the_commands_say_what_was_chosen_and_draw_the_trade(tmp_path: Path, ski
     assert png.read_bytes()[:4] == b"\x89PNG" and "What codecs give" in page.read_text()
 
 
-@pytest.mark.parametrize("missing", [False, True])
-@pytest.mark.parametrize("nats", [None, 0.002])
+@pytest.mark.parametrize(
+    ("missing", "nats"), others_slow([(True, 0.002)], [(True, None), (False, None), (False, 0.002)])
+)
 def test_what_a_search_shows_is_what_its_plan_promises(missing: bool, nats: float | None) -> None:
     """Until codecs are chosen, it says that they are not."""
     cluster = five_sites(10)

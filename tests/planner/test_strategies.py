@@ -28,6 +28,7 @@ from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, may_skip, problems, uniform_cluster
+from tests.helpers.quick import others_slow
 
 
 def published_problem(timing: Timing = Timing.CONTENTION_ONLY) -> Problem:
@@ -72,7 +73,7 @@ def test_every_plan_of_every_strategy_holds(problem: Problem, strategy: Strategy
 
 
 @may_skip(Infeasible)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(problems(), st.sampled_from(list(Strategy)))
 def test_same_seed_same_plan(problem: Problem, strategy: Strategy) -> None:
     first = make_plan(problem, strategy, counted(strategy, 5))
@@ -161,8 +162,8 @@ def test_missing_links_are_avoided() -> None:
     assert validate(make_plan(problem, Strategy.SKIPPIPE, quick(looks=60))) == []
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(Strategy.DTFM_SKIP, marks=pytest.mark.slow), Strategy.BEST])
-@pytest.mark.parametrize(("stages", "visited"), [(4, 3), (6, 4)])
+@pytest.mark.parametrize("strategy", others_slow([Strategy.BEST], [Strategy.DTFM_SKIP]))
+@pytest.mark.parametrize(("stages", "visited"), others_slow([(4, 3)], [(6, 4)]))
 def test_no_two_nodes_that_only_call_out_meet(strategy: Strategy, stages: int, visited: int) -> None:
     """Half of all nodes are such, and all slots would be taken if every lane were used."""
     whole = random_cluster(20, 5)
@@ -175,7 +176,9 @@ def test_no_two_nodes_that_only_call_out_meet(strategy: Strategy, stages: int, v
 
 
 @pytest.mark.parametrize(
-    ("missing", "share"), [((3, 7), 0.02), (np.s_[1::2, 1::2], 90 / 380)], ids=["one", "half out only"]
+    ("missing", "share"),
+    others_slow([((3, 7), 0.02)], [(np.s_[1::2, 1::2], 90 / 380)]),
+    ids=["one", "half out only"],
 )
 def test_as_much_of_a_search_goes_into_detours_as_links_are_missing(missing: Any, share: float) -> None:
     whole = random_cluster(20, 5)

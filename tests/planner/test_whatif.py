@@ -55,6 +55,7 @@ from tests.helpers.bottlenecks import (
 from tests.helpers.doc_pages import ROOT, documented
 from tests.helpers.plans import TINY, plans, simulated, uniform_cluster
 from tests.helpers.processes import Command
+from tests.helpers.quick import others_slow
 
 timings = st.sampled_from(list(Timing))
 
@@ -187,7 +188,7 @@ def advised(case: Callable[[], Case]) -> Advice:
     return advise(case().plan, simulate(case().plan, case().timing))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize("case", others_slow(CASES[::3], [*CASES[1::3], *CASES[2::3]]), ids=lambda case: case.__name__)
 def test_the_bottleneck_is_named_first_and_its_cure_is_the_best_advice(case: Callable[[], Case]) -> None:
     known = case()
     timeline = simulate(known.plan, known.timing)

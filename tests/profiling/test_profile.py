@@ -263,6 +263,7 @@ def test_emulated_links_and_a_node_that_is_killed(tmp_path: Path) -> None:
     assert [node.upload_bytes_per_s for node in cluster.nodes] == pytest.approx([UPLOAD] * 4, rel=0.25)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     assert in_a_process(stopped_early, tmp_path) == 130
     assert "stopped; what was measured so far is in c.json" in (tmp_path / "said").read_text()

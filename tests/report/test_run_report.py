@@ -473,6 +473,7 @@ def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     assert "<img" not in figures
 
 
+@pytest.mark.slow
 def test_pictures_for_papers(ran: FinishedRun, tmp_path: Path, skippipe: Command) -> None:
     def size(path: Path) -> tuple[int, int]:
         content = path.read_bytes()

@@ -418,6 +418,7 @@ def copy_from(data: StageExecutor, holder: StageExecutor, iterations: int) -> No
         )
 
 
+@pytest.mark.slow
 def test_the_loss_goes_on_near_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Much nearer than with a new embedding and head, which are worth nothing."""
     monkeypatch.setattr(exact_training, "TEXT", np.tile(np.arange(0, 97, 8), 300))

@@ -37,6 +37,7 @@ from tests.helpers.exact_training import (
     weights_of,
 )
 from tests.helpers.fault_scenarios import Scenario, scenario, wide
+from tests.helpers.quick import others_slow
 from tests.helpers.single_coordinator import (
     HELLO,
     CoordinatorHarness,
@@ -109,7 +110,9 @@ def test_many_nodes_are_one_process_with_paths_of_several_lengths_in_an_iteratio
 
 
 @pytest.mark.usefixtures("no_planning")
-@pytest.mark.parametrize("options", [{}, {"family": "llama-tied", "split": True, "activation_checkpointing": True}])
+@pytest.mark.parametrize(
+    "options", others_slow([{}], [{"family": "llama-tied", "split": True, "activation_checkpointing": True}])
+)
 def test_many_nodes_are_one_process_with_bridges(options: dict[str, Any]) -> None:
     """Stage 2 of four is skipped by one lane, stage 1 by another, and one goes from stage 2 to the head."""
     recipe = replace(SANDWICH, bridges=3, early_exit=0.3)
@@ -251,7 +254,7 @@ def played(recipe: SkipSchedule, *faults: Fault) -> list[int]:
     return [plan.visited for plan in plans_played(recipe, *faults)]
 
 
-@pytest.mark.parametrize("during", ["forward", "backward", "averaging", "step"])
+@pytest.mark.parametrize("during", others_slow(["forward", "averaging"], ["backward", "step"]))
 def test_a_node_that_is_lost_where_the_length_changes(during: Any) -> None:
     fault = kill(node=5).at(iteration=2, during=during)
     assert played(BY_TURNS, fault) == [3, 4, 3, 4, 3, 4]

@@ -77,6 +77,7 @@ def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) 
     assert not outcome.said("restarted"), "no iteration is begun again"
 
 
+@pytest.mark.slow  # test_virtual_chaos.py, test_checkpoint.py
 def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
     outcome = play(kill(ONLY).at(iteration=3, during="forward").back_after(0.2), iterations=12, kept_every=2)
     assert_struck(outcome)
@@ -101,6 +102,7 @@ def test_all_data_nodes_are_lost_and_their_embedding_comes_from_a_copy(play: Pla
     assert any("head from the backup on" in text for text in outcome.said("learning")), outcome.tale()
 
 
+@pytest.mark.slow  # test_averaging.py, test_virtual_chaos.py
 def test_a_node_in_averaging_then_one_with_a_copy_for_a_checkpoint(play: Play) -> None:
     outcome = play(
         kill(node=7).at(iteration=1, during="averaging"),
@@ -129,6 +131,7 @@ def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
     assert len(outcome.said("able", 8)) == 1
 
 
+@pytest.mark.slow  # test_fencing.py, test_virtual_chaos.py
 def test_a_frozen_node_starts_over(play: Play) -> None:
     outcome = play(freeze(node=8).at(iteration=1, during="forward").back_after(1.5), iterations=13)
     assert_struck(outcome)
@@ -146,6 +149,7 @@ def test_a_cut_link_is_done_without(play: Play) -> None:
     assert not outcome.said("gone", 4)
 
 
+@pytest.mark.slow  # test_fencing.py, test_reroute.py
 def test_a_link_that_is_cut_without_a_word_is_done_without(play: Play) -> None:
     outcome = play(
         cut(0, 4, one_way=True, silent=True).at(iteration=1, during="forward").back_after(30),
@@ -183,6 +187,7 @@ def test_the_coordinator_is_killed_and_started_again_elsewhere(play: Play) -> No
     assert not outcome.said("learning"), "nobody has lost anything"
 
 
+@pytest.mark.slow  # test_run_folder.py: a full disk
 def test_a_spoiled_gradient_is_left_out_and_a_full_disk_costs_a_checkpoint(play: Play) -> None:
     outcome = play(
         poison(node=6).at(iteration=1, during="backward"),

@@ -21,6 +21,7 @@ from skippipe.runtime.simulation.fault_injection import Fault, kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
+from tests.helpers.quick import others_slow
 from tests.helpers.single_coordinator import HELLO, CoordinatorHarness, coordinating, even_plan, with_a_quick_one
 from tests.helpers.single_node import AT_ONCE, LEARNING
 
@@ -286,7 +287,7 @@ def drawn_run(seed: int, iterations: int = 10) -> Open:
     return run
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])
+@pytest.mark.parametrize("seed", others_slow(range(3), range(3, 24)))
 def test_moves_come_to_rest_after_the_last_event(seed: int) -> None:
     run = drawn_run(seed)
     run.run()

@@ -33,7 +33,8 @@ from skippipe.serving.step_protocol import (
     StepRefused,
 )
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
-from tests.helpers.models import FAMILIES, tiny, whole_model
+from tests.helpers.models import tiny, whole_model
+from tests.helpers.quick import MOST_FAMILIES_SLOW
 
 torch.set_num_threads(1)
 LANE = 1
@@ -60,7 +61,7 @@ def forward_all(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST_FAMILIES_SLOW)
 def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(family: str) -> None:
     """Streams enter and leave; in a step, some are new, some go on by a token, some by a piece of their prompt."""
     spec, stages = made(family)
@@ -136,7 +137,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_anybody_asks() -> None:
 # Weights
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST_FAMILIES_SLOW)
 def test_a_stage_by_itself_is_that_of_the_whole(family: str, tmp_path: Path) -> None:
     export_to(tmp_path / "model", family)
     whole = load(tmp_path / "model")

@@ -278,6 +278,7 @@ def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: 
     assert not torch.equal(*(kept.stages[stage].layers[0].self_attn.q_proj.weight for stage in (1, 2)))  # type: ignore[arg-type, union-attr]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "skip", ["1/4 until 25%, {} until 50%, 1/2", pytest.param("0 until 25%, 0 until 50%, 1/2", marks=pytest.mark.slow)]
 )

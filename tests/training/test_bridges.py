@@ -123,6 +123,7 @@ def test_a_job_with_bridges_from_the_plan_to_the_exported_folder(tmp_path: Path)
     assert not any(is_bridge(name) for name in plain)
 
 
+@pytest.mark.slow  # test_bridges_file.py
 def test_a_resumed_run_goes_on_with_its_bridges(tmp_path: Path) -> None:
     made = bridged(tmp_path)
     made.save_plans()

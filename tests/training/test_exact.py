@@ -49,6 +49,7 @@ from tests.helpers.exact_training import (
     weights_of,
 )
 from tests.helpers.models import whole_model
+from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
 
@@ -87,7 +88,7 @@ def test_averaging_by_way_of_relays_of_other_stages(rated: bool) -> None:
     assert all(sent[link] for link in ((3, 5), (4, 0), (2, 5))), "to relays; without them no total would be there"
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "qwen3", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", others_slow(["llama-tied", "qwen3_moe"], ["qwen3", "mistral"]))
 def test_every_family(family: str) -> None:
     recompute = family == "mistral"
     assert_exact(*plan_of(SKIPPED, family=family, split=family != "qwen3", activation_checkpointing=recompute))
@@ -149,13 +150,10 @@ def test_conversations_in_a_sample(paths: str, wire: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("paths", "dtype", "dtypes", "share"),
-    [
-        ("full", "bf16", (), 0.1),
-        ("skipped", "int8", (), 0.1),
-        ("full", "int4", (), 0.3),
-        ("skipped", "int2", (), 0.6),
-        ("skipped", "int2", ("fp32", "int8", "fp32", "bf16"), 0.1),
-    ],
+    others_slow(
+        [("full", "bf16", (), 0.1), ("skipped", "int2", ("fp32", "int8", "fp32", "bf16"), 0.1)],
+        [("skipped", "int8", (), 0.1), ("full", "int4", (), 0.3), ("skipped", "int2", (), 0.6)],
+    ),
 )
 def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(
     paths: str, dtype: str, dtypes: tuple[str, ...], share: float

@@ -202,6 +202,8 @@ WITHOUT_EFFECT: list[tuple[str, Any, Values]] = [
 
 SEEN: dict[str, Values] = {}
 """What is seen of jobs that were looked at already."""
+PLANNED_ALREADY: dict[str, Plan] = {}
+"""Most fields leave the problem that is planned as it is."""
 
 
 def leaves(config: Any, place: str = "") -> Iterator[str]:
@@ -273,8 +275,11 @@ def set_up(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSetup, l
             requests.append(request)
             limited = strategy == "best" and search is make_plan
             little = {"budget_s": math.inf, "changes": 1} if limited else {"budget_s": 0.01}
-            plan: Plan = search(problem_or_plan, *more, strategy, replace(request, **little))
-            return plan
+            limits = replace(request, **little)
+            key = repr((search, problem_or_plan, more, strategy, limits.seed, limits.placement, limits.robust, little))
+            if key not in PLANNED_ALREADY:
+                PLANNED_ALREADY[key] = search(problem_or_plan, *more, strategy, limits)
+            return PLANNED_ALREADY[key]
 
         return searched
 

@@ -133,6 +133,7 @@ def test_a_run_begins_with_the_model_and_stores_only_adapters(family: str, tmp_p
     assert fingerprint(newest) != before, "other weights under the same adapters"
 
 
+@pytest.mark.slow  # test_state_transfer.py
 def test_a_lost_stage_and_a_node_that_joins_get_both_halves(tmp_path: Path) -> None:
     """A node of stage 2 comes back from its replica; all of stage 1 are lost, and come back from a checkpoint."""
     job = lora_job(tmp_path, checkpoint=CheckpointConfig(every=1), iterations=8, cluster="datacentre:6")
@@ -172,6 +173,7 @@ def test_a_lost_stage_and_a_node_that_joins_get_both_halves(tmp_path: Path) -> N
         assert each.tasks.weights.optimizer.state["exp_avg"].any()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_a_start(tmp_path: Path) -> None:
     job = lora_job(tmp_path)
     trained(build_run(job), "virtual")

@@ -190,6 +190,7 @@ def built(folder: Path, *, resumed: bool = False, **pipeline: Any) -> RunSetup:
     return build_run(from_table(JobConfig, said), request=QUICK, options=RunOptions(resumed=resumed))
 
 
+@pytest.mark.slow
 def test_a_job_lets_codecs_be_chosen_and_every_plan_of_the_run_keeps_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

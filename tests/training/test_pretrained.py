@@ -20,13 +20,10 @@ from skippipe.training.job_config import ModelConfig
 from tests.helpers.models import FAMILIES
 from tests.helpers.pretrained_jobs import NEAR, Losses, folder_of, job_in, loss_of_transformers, trained
 from tests.helpers.processes import Command
+from tests.helpers.quick import others_slow
 
-OTHERS_HAVE = ("mistral", "qwen3")  # the weights of a layer, by the same names: llama and qwen3_moe
 
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.slow if each in OTHERS_HAVE else ()) for each in FAMILIES]
-)
+@pytest.mark.parametrize("family", others_slow(["llama"], [each for each in FAMILIES if each != "llama"]))
 def test_the_first_loss_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     folder = folder_of(family, tmp_path / "model")
     if family == "llama":
