@@ -19,8 +19,7 @@ from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
 from skippipe.inference.engine import model_end_tokens
 from skippipe.launch.fork_server import how_ended, last_log_line
-from skippipe.launch.launcher import JoinLauncher, Launcher
-from skippipe.launch.local import LocalLauncher
+from skippipe.launch.launcher import JoinLauncher, Launcher, LocalLauncher
 from skippipe.serving.async_engine import AsyncEngine
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.http.routes import application
