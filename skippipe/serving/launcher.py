@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skippipe import web
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
 from skippipe.inference.engine import model_end_tokens
@@ -27,8 +28,7 @@ from skippipe.serving.node import ROLES, ServingConfig
 from skippipe.serving.routing import RouteCost, UniformCost
 from skippipe.serving.scheduler import ServingSettings
 from skippipe.transport.addresses import join_address, tcp_server
-from skippipe.web import server as web_server
-from skippipe.web.server import ApiSettings
+from skippipe.web import ApiSettings
 
 if TYPE_CHECKING:
     import uvicorn
@@ -192,7 +192,7 @@ class ServeApp(GatewayCallback):
         end_tokens = model_end_tokens(model_config, tokenizer)
         engine = AsyncEngine(gateway, tokenizer, config.name, config.context, model_config.vocab_size, end_tokens)
         app = application(engine, config.api, _log if config.access_log else None)
-        self._server = web_server.server(app, config.host, config.port, gateway.cancel_all)
+        self._server = web.server(app, config.host, config.port, gateway.cancel_all)
         if self._failure is None:
             asyncio.run(self._server.serve([listening]))
 
