@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from skippipe.errors import UserError
-from skippipe.value_ranges import COUNT, Range, hints_of, number_text, range_of, split_hint
+from skippipe.value_ranges import COUNT, Choices, Range, did_you_mean, hints_of, number_text, range_of, split_hint
 
 Parsed = TypeVar("Parsed")
 
@@ -170,8 +169,8 @@ class Fields:
             raise UserError(f"{self.at(name)}: expected a text that is not empty, found {_described(value)}")
         if not value.isprintable():
             raise UserError(f"{self.at(name)}: {value!a} has characters that cannot be printed; use plain ones")
-        if choices and value not in choices:
-            raise UserError(f"{self.at(name)}: '{value}' is none of {', '.join(choices)}")
+        if choices:
+            Choices(choices).check(value, self.at(name))
         return value
 
     def number(self, name: str, within: Range | None = None) -> float:
@@ -235,9 +234,8 @@ class Fields:
 
     def close(self) -> None:
         for name in self._remaining:
-            near = difflib.get_close_matches(name, self._known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(self._known)}"
-            raise UserError(f"{self.at(name)}: unknown field; {hint}")
+            meant = did_you_mean(name, self._known, f"; known here: {', '.join(self._known)}")
+            raise UserError(f"{self.at(name)}: unknown field{meant}")
 
 
 def as_number(value: Any, place: str, within: Range | None = None) -> float:

@@ -112,8 +112,7 @@ class Workload:
             *(("gradient_dtypes", codec, GRADIENTS) for codec in self.gradient_dtypes),
         ]
         for name, value, choices in said:
-            if value not in choices:
-                raise UserError(f"workload.{name}: '{value}' is none of {', '.join(choices)}")
+            Choices(choices).check(value, f"workload.{name}")
         if self.offload == "optimizer" and not OPTIMIZERS[self.optimizer].offloads:
             raise UserError(
                 f"offload: the state of the optimizer '{self.optimizer}' stays on the device; choose 'averaging', or "

@@ -27,7 +27,7 @@ from skippipe.errors import UserError
 from skippipe.json_fields import check_empty, check_output, json_text, write_text
 from skippipe.terminal import LINE_EVERY_S, count_progress, interruptible, print_table
 from skippipe.training.train_job import begin_run, build_setup, run_job, wanted_job
-from skippipe.value_ranges import ITERATIONS, SEED, SEQUENCE, TOKENS, VOCABULARY, Range
+from skippipe.value_ranges import ITERATIONS, SEED, SEQUENCE, TOKENS, VOCABULARY, Choices, Range
 
 LEARNING = "Learning"
 
@@ -119,8 +119,7 @@ def train(
     wanted = wanted_job(job, iterations, output)
     from skippipe.training.backends import BACKENDS
 
-    if engine not in BACKENDS:
-        raise UserError(f"--engine: '{engine}' is none of {', '.join(BACKENDS)}")
+    Choices(BACKENDS).check(engine, "--engine")
     if ray_address is not None:
         if engine != "ray":
             raise UserError(f"--ray-address: goes with --engine ray, not with '{engine}'")

@@ -17,13 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool, how_ended, last_log_line, log_file
 from skippipe.runtime.admission import Admission
-from skippipe.runtime.node.agent import node_process
-from skippipe.runtime.node.interfaces import Roles
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
-from skippipe.transport.mailbox import Security
 from skippipe.transport.members import MemberStore
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torchrun imports this before it has set up the environment of kernels
+    from skippipe.runtime.node.interfaces import Roles
     from skippipe.transport.mailbox import Security
 
 
@@ -120,6 +118,8 @@ class LocalLauncher:
         restarts: int = 0,
     ) -> None:
         """Forks at once: make it before threads are started. Without a folder, logs are deleted in the end."""
+        from skippipe.runtime.node.agent import node_process
+
         self._temporary = tempfile.TemporaryDirectory(prefix="skippipe-") if log_folder is None else None
         self._log_folder = Path(self._temporary.name) if self._temporary else log_folder or Path()
         self.pool = ProcessPool(partial(node_process, roles), self._log_folder)

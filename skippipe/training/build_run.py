@@ -33,7 +33,7 @@ from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, s
 from skippipe.planner.published import Example
 from skippipe.planner.strategies import has_lengths, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
-from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
+from skippipe.runtime.coordinator.recovery import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import (
     CoordinatorSettings,
     Deadlines,
