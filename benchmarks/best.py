@@ -28,9 +28,8 @@ from skippipe.codecs import gradient_codec
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
-from skippipe.planner.problem import DecisionVariables, Problem, lane_unit
+from skippipe.planner.problem import DecisionVariables, PlanRequest, Problem, Strategy, lane_unit
 from skippipe.planner.published import EXAMPLES, Example
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import compile_kernels, compile_search, make_plan
 from skippipe.presets import preset, random_cluster
 from skippipe.simulator import simulate

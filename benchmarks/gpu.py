@@ -34,6 +34,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
+from skippipe.runtime.node.copies import TO_DEVICE
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.training.reference import ReferenceTrainer
@@ -187,11 +188,21 @@ def main() -> None:
     print(f"losses of the first three iterations differ by {apart:.1e} at most", flush=True)
 
 
+def copy_wait_s(report: IterationReport) -> dict[int, float]:
+    """Node → seconds of a recorded iteration in which its tasks were begun and waited for what they need to come to the
+    device."""
+    waited: dict[int, float] = {}
+    for node, rows in report.copies.items():
+        begun_ns = {tuple(task[:3]): task[4] for task in report.tasks.get(node, ())}
+        came = ((tuple(row[:3]), row[5]) for row in rows if row[3] == TO_DEVICE)
+        waited[node] = sum(max(0, end_ns - begun_ns.get(task, end_ns)) for task, end_ns in came) / 1e9
+    return waited
+
+
 def as_processes(asked: argparse.Namespace) -> float:
     """Seconds of an iteration. Forked before this process touches the card."""
     from skippipe.data.prepare import prepare
     from skippipe.runtime.node_config import NodeConfig
-    from skippipe.training.metrics import copy_wait_s
     from skippipe.training.run import Run
 
     plan = pipeline_of(asked)

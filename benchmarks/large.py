@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from benchmarks.best import iteration_s
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.repair.repair import compile_repair, repaired
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import compile_search, make_plan
 from skippipe.workload import Workload
 

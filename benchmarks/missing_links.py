@@ -16,8 +16,8 @@ from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
 from skippipe.planner import strategies
+from skippipe.planner.problem import PlanRequest, Strategy, iteration_ns
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
 from skippipe.workload import Workload
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 import sys
 import time
 
-from skippipe.planner.problem import Placement, Problem
+from skippipe.planner.problem import Placement, PlanRequest, Problem, Strategy
 from skippipe.planner.published import published20
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.timeline import Timing
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from skippipe.cluster import Cluster, Node
-from skippipe.launch.local import LocalLauncher
+from skippipe.launch.launcher import LocalLauncher
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model_shape import MODELS
 from skippipe.profiling.coordinator import ProfilingCallback, profile_nodes

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import sys
 
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.published import Example, published18, published20, published42
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.timeline import Timing
 

@@ -54,11 +54,10 @@ from benchmarks.best import problem_of
 from benchmarks.serving import BEGINNINGS, TOKEN, random_model
 from skippipe.cluster import Cluster, Node, with_relay
 from skippipe.launch.fork_server import ProcessPool
-from skippipe.launch.launcher import JoinLauncher, join_config
-from skippipe.launch.local import LocalLauncher
+from skippipe.launch.launcher import JoinLauncher, LocalLauncher, join_config
+from skippipe.planner.problem import PlanRequest, Strategy, iteration_ns
 from skippipe.planner.problem_spec import cluster_named
 from skippipe.planner.published import EXAMPLES
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
 from skippipe.planner.strategies import make_plan
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
 from skippipe.runtime.node.agent import node_process

@@ -21,11 +21,10 @@ from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.repair.repair import compile_repair, repaired
 from skippipe.planner.repair.stage_assignment import StageAssignment
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.validate import validate
 from skippipe.workload import Workload

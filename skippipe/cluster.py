@@ -27,6 +27,7 @@ FORMAT = "skippipe-cluster"
 VERSION = 3
 WITHOUT_DEVICES = 2  # the version of files in which every node has one device; they are still written as such
 WITHOUT_RATES = 1  # of those in which no node has rates of its own either
+OPTIONAL = ("upload_bytes_per_s", "download_bytes_per_s", "devices", "device_mode")  # of a node
 Matrix = NDArray[np.float64]
 
 
@@ -161,24 +162,7 @@ class Cluster:
         overhead_s = fields.number("hop_overhead_s") if fields.mentions("hop_overhead_s") else 0.0
         nodes = []
         for entry in fields.objects("nodes", of=Node):
-            optional: dict[str, Any] = {
-                name: entry.number(name)
-                for name in ("upload_bytes_per_s", "download_bytes_per_s")
-                if entry.mentions(name)
-            }
-            if entry.mentions("devices"):
-                optional["devices"] = entry.integer("devices")
-            if entry.mentions("device_mode"):
-                optional["device_mode"] = DeviceMode(entry.text("device_mode", tuple(DeviceMode)))
-            nodes.append(
-                Node(
-                    entry.text("name"),
-                    entry.text("location"),
-                    entry.number("flops_per_s"),
-                    entry.integer("memory_bytes"),
-                    **optional,
-                )
-            )
+            nodes.append(Node(**entry.values(added=OPTIONAL)))
             entry.close()
         latency_s = _matrix(fields, "latency_s", len(nodes))
         bandwidth = _matrix(fields, "bandwidth_bytes_per_s", len(nodes))

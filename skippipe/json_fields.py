@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from enum import StrEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from skippipe.errors import UserError
-from skippipe.value_ranges import COUNT, Range, number_text, range_of
+from skippipe.value_ranges import COUNT, Choices, Range, did_you_mean, hints_of, number_text, range_of, split_hint
 
 Parsed = TypeVar("Parsed")
 
@@ -136,7 +136,7 @@ def json_text(value: Any, indent: int = 0) -> str:
 class Fields:
     """One JSON object, taken field by field; `close` then refuses unknown fields.
 
-    If it becomes an object `of` a dataclass, that says the ranges of its numbers.
+    If it becomes an object `of` a dataclass, that says the types of its fields, and the ranges of its numbers.
     """
 
     def __init__(self, value: Any, place: str, of: type[Any] | None = None) -> None:
@@ -169,8 +169,8 @@ class Fields:
             raise UserError(f"{self.at(name)}: expected a text that is not empty, found {_described(value)}")
         if not value.isprintable():
             raise UserError(f"{self.at(name)}: {value!a} has characters that cannot be printed; use plain ones")
-        if choices and value not in choices:
-            raise UserError(f"{self.at(name)}: '{value}' is none of {', '.join(choices)}")
+        if choices:
+            Choices(choices).check(value, self.at(name))
         return value
 
     def number(self, name: str, within: Range | None = None) -> float:
@@ -198,6 +198,24 @@ class Fields:
         for index, value in enumerate(self.items(name)):
             yield Fields(value, f"{self.at(name)}[{index}]", of)
 
+    def values(self, added: Collection[str] = ()) -> dict[str, Any]:
+        """The fields of the dataclass that were not taken yet, each by its type: a text, a number, true or false, or
+        null where that may be. Those of `added`, which earlier versions did not write, may be missing."""
+        assert self._of is not None
+        found = {}
+        for name, hint in hints_of(self._of).items():
+            if name in self._known or (name in added and not self.mentions(name)):
+                continue
+            kind, _ = split_hint(hint)
+            nullable = type(None) in get_args(get_args(hint)[0] if get_origin(hint) is Annotated else hint)
+            if nullable and name not in added and not self.has(name):
+                found[name] = self.take(name)
+            elif issubclass(kind, StrEnum):
+                found[name] = kind(self.text(name, tuple(kind)))
+            else:
+                found[name] = {str: self.text, bool: self.flag, int: self.integer, float: self.number}[kind](name)
+        return found
+
     def header(self, file_format: str, *versions: int) -> int:
         """The version of a file; format and version, which every file of ours starts with, are checked."""
         found = self.text("format")
@@ -216,9 +234,8 @@ class Fields:
 
     def close(self) -> None:
         for name in self._remaining:
-            near = difflib.get_close_matches(name, self._known, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(self._known)}"
-            raise UserError(f"{self.at(name)}: unknown field; {hint}")
+            meant = did_you_mean(name, self._known, f"; known here: {', '.join(self._known)}")
+            raise UserError(f"{self.at(name)}: unknown field{meant}")
 
 
 def as_number(value: Any, place: str, within: Range | None = None) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,12 +92,7 @@ class ModelShape:
     @classmethod
     def from_json(cls, value: Any, place: str) -> ModelShape:
         entry = Fields(value, place, of=cls)
-        sizes = {
-            field.name: entry.integer(field.name)
-            for field in fields(cls)
-            if field.name not in ("name", "tied_embeddings")
-        }
-        shape = cls(name=entry.text("name"), tied_embeddings=entry.flag("tied_embeddings"), **sizes)
+        shape = cls(**entry.values())
         entry.close()
         return shape
 

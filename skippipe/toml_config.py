@@ -7,7 +7,6 @@ under it what it is for. Unknown fields, wrong types and numbers out of range ar
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import json
 import sys
@@ -20,7 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from skippipe.errors import UserError
 from skippipe.json_fields import read_as, read_file
-from skippipe.value_ranges import hints_of, number_text, split_hint
+from skippipe.value_ranges import did_you_mean, hints_of, number_text, split_hint
 
 Tree = TypeVar("Tree")
 TYPE_NAMES: dict[Any, str] = {
@@ -46,8 +45,7 @@ def from_table(dataclass_type: type[Tree], table: Any, place: str = "") -> Tree:
     hints = hints_of(dataclass_type)
     for name in table:
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1)
-            meant = f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(hints)}"
+            meant = did_you_mean(name, hints, f"; there are {', '.join(hints)}")
             raise UserError(f"{_at(place, name)}: no such field{meant}")
     for field in fields(dataclass_type):  # type: ignore[arg-type]
         if field.name not in table and field.default is field.default_factory is MISSING:

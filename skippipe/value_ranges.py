@@ -44,6 +44,12 @@ class Range:
             raise UserError(f"{place}: {number_text(value)} is out of range; give {self}")
 
 
+def did_you_mean(name: str, known: Collection[str], otherwise: str = "") -> str:
+    """The end of an error about a name that is not known: the nearest one, if it is near; or else `otherwise`."""
+    near = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean '{near[0]}'?" if near else otherwise
+
+
 @dataclass(frozen=True)
 class Choices:
     """The names that a text may be, noted beside its type like a range beside a number's."""
@@ -55,9 +61,7 @@ class Choices:
 
     def check(self, value: str, place: str) -> None:
         if value not in self.names:
-            near = difflib.get_close_matches(value, self.names, 1)
-            meant = f"; did you mean '{near[0]}'?" if near else ""
-            raise UserError(f"{place}: '{value}' is none of {', '.join(self.names)}{meant}")
+            raise UserError(f"{place}: '{value}' is none of {', '.join(self.names)}{did_you_mean(value, self.names)}")
 
 
 COUNT = Range(0, LARGEST)

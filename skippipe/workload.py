@@ -36,6 +36,11 @@ OFFLOADS = ("none", "averaging", "optimizer")
 """What is held in host memory: nothing; sums of gradients, with what encoding took away; these, and the optimizer's
 state."""
 OFFLOAD_FLOPS = 4_000  # operations that fit into the time in which a byte comes from host memory
+UNSAID: dict[str, Any] = {
+    **{"optimizer": DEFAULT, "collective": "ring", "offload": "none", "adapter_parameters": 0},
+    **{"bridge_parameters": 0, "bridge_rank": 0, "wire_dtypes": (), "gradient_dtypes": ()},
+}
+"""What a workload has in files of versions that did not write it."""
 LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
 
 
@@ -107,8 +112,7 @@ class Workload:
             *(("gradient_dtypes", codec, GRADIENTS) for codec in self.gradient_dtypes),
         ]
         for name, value, choices in said:
-            if value not in choices:
-                raise UserError(f"workload.{name}: '{value}' is none of {', '.join(choices)}")
+            Choices(choices).check(value, f"workload.{name}")
         if self.offload == "optimizer" and not OPTIMIZERS[self.optimizer].offloads:
             raise UserError(
                 f"offload: the state of the optimizer '{self.optimizer}' stays on the device; choose 'averaging', or "
@@ -311,41 +315,17 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """What earlier versions knew without being told is left out, so that they can read the file."""
-        left_out = (
-            *(("optimizer", DEFAULT), ("collective", "ring"), ("offload", "none"), ("adapter_parameters", 0)),
-            *(("bridge_parameters", 0), ("bridge_rank", 0), ("wire_dtypes", ()), ("gradient_dtypes", ())),
-        )
-        return {name: value for name, value in asdict(self).items() if (name, value) not in left_out}
+        return {name: value for name, value in asdict(self).items() if name not in UNSAID or UNSAID[name] != value}
 
     @classmethod
     def from_json(cls, value: Any, place: str = "workload") -> Workload:
         entry = Fields(value, place, of=cls)
-        workload = cls(
-            model=ModelShape.from_json(entry.take("model"), entry.at("model")),
-            sequence_tokens=entry.integer("sequence_tokens"),
-            samples_per_microbatch=entry.integer("samples_per_microbatch"),
-            microbatches=entry.integer("microbatches"),
-            wire_dtype=entry.text("wire_dtype"),
-            gradient_dtype=entry.text("gradient_dtype"),
-            compute_dtype=entry.text("compute_dtype"),
-            activation_checkpointing=entry.flag("activation_checkpointing"),
-            backward_ratio=entry.number("backward_ratio"),
-            weight_share=entry.number("weight_share") if entry.mentions("weight_share") else cls.weight_share,
-            head_ratio=entry.number("head_ratio") if entry.has("head_ratio") else entry.take("head_ratio"),
-            header_bytes=entry.integer("header_bytes"),
-            max_slots=entry.integer("max_slots") if entry.has("max_slots") else entry.take("max_slots"),
-            early_exit=entry.flag("early_exit") if entry.mentions("early_exit") else False,
-            optimizer=entry.text("optimizer") if entry.mentions("optimizer") else DEFAULT,
-            collective=entry.text("collective") if entry.mentions("collective") else "ring",
-            offload=entry.text("offload") if entry.mentions("offload") else "none",
-            adapter_parameters=entry.integer("adapter_parameters") if entry.mentions("adapter_parameters") else 0,
-            wire_dtypes=tuple(_link_dtypes(entry)),
-            gradient_dtypes=tuple(entry.items("gradient_dtypes")) if entry.mentions("gradient_dtypes") else (),
-            bridge_parameters=entry.integer("bridge_parameters") if entry.mentions("bridge_parameters") else 0,
-            bridge_rank=entry.integer("bridge_rank") if entry.mentions("bridge_rank") else 0,
-        )
+        model = ModelShape.from_json(entry.take("model"), entry.at("model"))
+        links = tuple(_link_dtypes(entry))
+        gradients = tuple(entry.items("gradient_dtypes")) if entry.mentions("gradient_dtypes") else ()
+        plain = UNSAID | entry.values(added=(*UNSAID, "weight_share", "early_exit"))
         entry.close()
-        return workload
+        return cls(**{**plain, "model": model, "wire_dtypes": links, "gradient_dtypes": gradients})
 
 
 def _link_dtypes(entry: Fields) -> Iterator[LinkDtypes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -135,18 +136,15 @@ def node(
     if invitation is not None and mine.options != given:
         mine = replace(mine, options=given)
         mine.save(_key_path(key))
-    if mine.coordinator is None:
-        raise UserError(f"{_key_path(key)}: this is the coordinator's key; a node needs its own")
     chosen = {**mine.options, **given}
     where = chosen.get("join", ",".join(mine.addresses))
-    if not where:
-        raise UserError("--join: missing; say where the coordinator is: host:port")
+    coordinator = _coordinator(mine, _key_path(key), where)
     here = chosen.get("listen", ANY_PORT), chosen.get("address"), chosen.get("devices")
     agent_config = JoinConfig(
         name=mine.node,
         coordinator=where,
         keys=mine.keys,
-        coordinator_public=mine.coordinator,
+        coordinator_public=coordinator,
         listen=listen_address(here[0], where, here[1]),
         address=here[1],
         data_folder=Path(chosen["tokens"]) if "tokens" in chosen else None,
@@ -154,7 +152,7 @@ def node(
         devices=here[2] or ALL_DEVICES,
         coordinator_timeout=timedelta(seconds=patience),
     )
-    machine = Examined(_key_path(key).parent, tuple(where.split(",")), mine.keys, mine.coordinator, *here)
+    machine = Examined(_key_path(key).parent, tuple(where.split(",")), mine.keys, coordinator, *here)
     check_at_join(machine, patience, lambda line: print(line, file=sys.stderr))
     agent = NodeAgent(agent_config, _all_roles())
     print(f"node '{mine.node}' joins {where}", file=sys.stderr)
@@ -230,10 +228,7 @@ def relay(
     path = key if key is not None else Path(RELAY_KEY).expanduser()
     mine = _admitted(invitation, join, path, ADMITTED_S)
     where = join or ",".join(mine.addresses)
-    if not where:
-        raise UserError("--join: missing; say where the coordinator is: host:port")
-    if mine.coordinator is None:
-        raise UserError(f"{path}: this is the coordinator's key; a relay needs its own")
+    coordinator = _coordinator(mine, path, where, "relay")
     limits = RelayLimits(
         1e6 * rate if rate else inf, 1e6 * node_rate if node_rate else inf, streams, node_streams, idle
     )
@@ -248,9 +243,18 @@ def relay(
         address = join_address(own_address(split_address(where.split(",")[0])[0]), port)
     else:
         address = opened.address
-    agent = RelayAgent(mine.node, mine.keys, where, mine.coordinator, opened, address)
+    agent = RelayAgent(mine.node, mine.keys, where, coordinator, opened, address)
     print(f"relay '{mine.node}' at {address}, for the coordinator at {where}; Ctrl-C ends it", file=sys.stderr)
     agent.run(tell=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _coordinator(mine: KeyFile, path: Path, where: Collection[str], what: str = "node") -> str:
+    """The coordinator's public key; UserError if the file holds its own key, or nothing says where it is."""
+    if mine.coordinator is None:
+        raise UserError(f"{path}: this is the coordinator's key; a {what} needs its own")
+    if not where:
+        raise UserError("--join: missing; say where the coordinator is: host:port")
+    return mine.coordinator
 
 
 def _has_ipv6() -> bool:
@@ -366,14 +370,11 @@ def _examined(
     if target is None and not exists(path):
         return Examined(home.parent, given, None, "", *here)
     mine = KeyFile.load(path)
-    if mine.coordinator is None:
-        raise UserError(f"{path}: this is the coordinator's key; a node needs its own")
     kept = mine.options
     addresses = given or (split_addresses(kept["join"], "options.join") if "join" in kept else mine.addresses)
-    if not addresses:
-        raise UserError("--join: missing; say where the coordinator is: host:port")
+    coordinator = _coordinator(mine, path, addresses)
     here = listen or kept.get("listen", ANY_PORT), address or kept.get("address"), devices or kept.get("devices")
-    return Examined(path.parent, addresses, mine.keys, mine.coordinator, *here)
+    return Examined(path.parent, addresses, mine.keys, coordinator, *here)
 
 
 def _all_roles() -> Roles:

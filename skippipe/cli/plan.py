@@ -35,8 +35,7 @@ from skippipe.value_ranges import MICROBATCHES, POSITIVE, Range
 if TYPE_CHECKING:
     from skippipe.jitter import Spread
     from skippipe.plan import Plan
-    from skippipe.planner.problem import Problem
-    from skippipe.planner.request import PlanProgress, PlanRequest
+    from skippipe.planner.problem import PlanProgress, PlanRequest, Problem
     from skippipe.report.summary import Table
 
 BOUND_SHARE = 0.2  # of the budget, for a proof of how good a plan could be
@@ -122,7 +121,7 @@ def plan(
     problem = problem_from(cluster, options)
     from skippipe.cost_model import seconds
     from skippipe.plan import Plan
-    from skippipe.planner.request import PlanRequest
+    from skippipe.planner.problem import PlanRequest
     from skippipe.planner.sweep import choose_batch_size
     from skippipe.planner.whatif.advisor import choices, left_out
     from skippipe.report.summary import plan_grid
@@ -197,7 +196,7 @@ def compare(
     """
     placement, options = with_stages_of(keep_stages, cluster, options)
     problem = problem_from(cluster, options)
-    from skippipe.planner.request import PlanRequest, Strategy
+    from skippipe.planner.problem import PlanRequest, Strategy
 
     request = PlanRequest(seed, budget)
     full = replace(problem, visited=problem.stages, sizes=(), swaps=0)
@@ -237,7 +236,7 @@ def compare(
 
 def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: list[bool]) -> tuple[Plan, float]:
     """The plan, and the seconds it took to find."""
-    from skippipe.planner.request import Strategy
+    from skippipe.planner.problem import Strategy
     from skippipe.planner.strategies import make_plan
 
     began = time.monotonic()

@@ -125,8 +125,7 @@ def profile(
 
     torch.set_num_threads(1)  # nodes are forked from here
     from skippipe.cluster import Cluster
-    from skippipe.launch.launcher import JoinLauncher, Launcher
-    from skippipe.launch.local import LocalLauncher
+    from skippipe.launch.launcher import JoinLauncher, Launcher, LocalLauncher
     from skippipe.model.model_spec import parse_devices
     from skippipe.profiling.coordinator import ProfilingDeadlines, profile_nodes
     from skippipe.profiling.node import ROLES

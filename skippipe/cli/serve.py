@@ -127,13 +127,12 @@ def serve(
         raise UserError("--listen: is for nodes that join, and needs --keys; without it they are started here")
     if logs is not None and keys is not None:
         raise UserError("--logs: is for nodes of this machine, and with --keys they join from others: leave one out")
+    from skippipe import web
     from skippipe.serving.scheduler import ServingSettings
     from skippipe.transport.addresses import is_loopback
-    from skippipe.web import server as web_server
-    from skippipe.web.server import ApiSettings
 
-    web_server.check_installed("prometheus_client")
-    settings = ApiSettings(
+    web.check_installed("prometheus_client")
+    settings = web.ApiSettings(
         tokens=_tokens(token_file),
         loopback=is_loopback(host),
         answer_timeout=timedelta(seconds=timeout),

@@ -109,8 +109,8 @@ def sweep(
         return
     if penalty == 0 and doubling is not None:
         raise UserError("--doubling: says what a penalty costs in tokens, and --penalty 0 has none: leave one out")
+    from skippipe.planner.problem import PlanRequest
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, stages_of
-    from skippipe.planner.request import PlanRequest
     from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts
     from skippipe.planner.sweep import sweep as swept
 
@@ -245,7 +245,7 @@ def _codec_points(
     cluster: str, stages: str | None, options: SweepOptions, *, strategy: str, seed: int, budget_s: float
 ) -> tuple[list[CodecPoint], list[dict[str, Any]]]:
     """A plan for each of several --nats, and its row."""
-    from skippipe.planner.request import PlanRequest
+    from skippipe.planner.problem import PlanRequest
     from skippipe.planner.sweep import stage_counts, sweep_codecs
 
     counts = stage_counts(stages) if stages else [None]

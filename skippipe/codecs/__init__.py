@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Literal
 
-from skippipe.codecs.bf16 import Bf16
+from skippipe.codecs.floats import Bf16, Fp32
 from skippipe.codecs.fp8 import Fp8, Fp8E5m2
-from skippipe.codecs.fp32 import Fp32
 from skippipe.codecs.int2 import Int2
-from skippipe.codecs.int4 import Int4, Int4Stochastic, Int4Tile32, Int4Tile32Stochastic
+from skippipe.codecs.int4 import Int4, Int4Stochastic, Int4Tile32, Int4Tile32Stochastic, Int6, Int6Stochastic
 from skippipe.codecs.int4_rank8 import Int4Rank8, Int4Rank8Stochastic
-from skippipe.codecs.int6 import Int6, Int6Stochastic
 from skippipe.codecs.int8 import Int8
 from skippipe.codecs.interface import Buffer, Codec, EncodedTensor, compile_on_device
 from skippipe.codecs.low_rank import LowRank

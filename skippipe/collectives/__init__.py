@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from skippipe.collectives.interface import Averager, Collective, GroupConfig, MakeAverager
 from skippipe.collectives.peer_to_peer import Auto, Ring
 from skippipe.collectives.torch_allreduce import TorchAllReduce
-from skippipe.errors import UserError
+from skippipe.value_ranges import Choices
 
 if TYPE_CHECKING:
     CollectiveId = str
@@ -31,6 +31,5 @@ if not TYPE_CHECKING:
 
 
 def collective_named(name: str) -> Collective:
-    if name not in COLLECTIVES:
-        raise UserError(f"workload.collective: '{name}' is none of {', '.join(COLLECTIVES)}")
+    Choices(COLLECTIVES).check(name, "workload.collective")
     return COLLECTIVES[name]

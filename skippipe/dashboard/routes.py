@@ -23,8 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skippipe import __version__
 from skippipe.dashboard.run_state import Panels
-from skippipe.web.errors import APIError
-from skippipe.web.server import ApiSettings, BearerAuth
+from skippipe.web import APIError, ApiSettings, BearerAuth
 
 POLL_S = 0.5  # between two polls of the files: no system reports changes on all kinds of disks
 KEEPALIVE_S = 10.0  # or a proxy takes the stream for dead

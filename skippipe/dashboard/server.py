@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from skippipe.errors import UserError, require
 
 if TYPE_CHECKING:
-    from skippipe.web.server import ApiSettings
+    from skippipe.web import ApiSettings
 
 TOKEN = "SKIPPIPE_DASHBOARD_TOKEN"
 DEFAULT_HOST = "127.0.0.1"
@@ -35,7 +35,7 @@ def check_installed() -> None:
 def access_settings(host: str) -> ApiSettings:
     """Without a token, only this machine has access; with one, every client that sends it."""
     from skippipe.transport.addresses import is_loopback
-    from skippipe.web.server import ApiSettings
+    from skippipe.web import ApiSettings
 
     token = os.environ.get(TOKEN, "")
     if not token and not is_loopback(host):
@@ -67,9 +67,9 @@ def run(
     folder: Path, listener: socket.socket, settings: ApiSettings, since: float = 0.0, *, owned: bool = False
 ) -> None:
     """Serve until the process gets a signal to stop; if it is `owned`, until standard input ends."""
+    from skippipe import web
     from skippipe.dashboard.routes import application
     from skippipe.dashboard.run_state import Panels, RunFollower
-    from skippipe.web import server as web_server
 
     def stop() -> None:
         server.should_exit = True
@@ -81,7 +81,7 @@ def run(
 
     app = application(Panels(RunFollower(folder, since)), settings, stopping=lambda: server.should_exit)
     host, port = listener.getsockname()[:2]
-    server = web_server.server(app, host, port)
+    server = web.server(app, host, port)
     asyncio.run(serve())
 
 

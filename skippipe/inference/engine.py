@@ -13,9 +13,8 @@ from torch import Tensor
 
 from skippipe.inference.cached_stage import BatchRows, CacheFull, StageChain, embed, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.logits_processor import LogitsContext, process_logits
 from skippipe.inference.request import Detokenizer, Generation, GenerationRequest, TokenOutput
-from skippipe.inference.sampler import sample
+from skippipe.inference.sampler import LogitsContext, process_logits, sample
 from skippipe.stage_subset import StageSubset, Visits
 
 MAX_PROMPT_TOKENS = 8192  # of prompts in one pass, padding included

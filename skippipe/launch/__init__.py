@@ -1,5 +1,5 @@
 """Where nodes come from: a launcher starts them and reports those that have ended.
 
-`launcher` is the interface, with nodes that join by themselves; every other module is a way to get nodes: `local`
-(processes of this machine, forked by `fork_server`), `ray_actors` and `torchrun`.
+`launcher` is the interface, with processes of this machine (forked by `fork_server`) and nodes that join by themselves;
+`ray_actors` and `torchrun` are other ways to get nodes.
 """

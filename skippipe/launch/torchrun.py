@@ -94,7 +94,7 @@ class TorchrunLauncher:
                 f"the plan uses {len(names)} nodes and torchrun started {rank.world} ranks: "
                 f"start {len(names)}, or plan for {rank.world} nodes"
             )
-        from skippipe.launch.local import LocalLauncher
+        from skippipe.launch.launcher import LocalLauncher
 
         self._first = LocalLauncher(names[:1], roles, log_folder, security)  # before the store, which may have threads
         self.keys = self._first.keys

@@ -11,6 +11,7 @@ from typing import Any
 from skippipe.data.questions import QUESTION_KINDS, Prose, Question, questions_of
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text, write_text
+from skippipe.value_ranges import Choices
 
 PREFIX = "skippipe_"
 """Prefix of the tasks' names in the harness, which has thousands of others."""
@@ -44,8 +45,7 @@ def build_tasks(names: list[str], prose: Prose, seed: int = 0, limit: int | None
 def parse_names(text: str) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in QUESTION_KINDS:
-            raise UserError(f"--tasks: '{name}' is none of {', '.join(QUESTION_KINDS)}")
+        Choices(QUESTION_KINDS).check(name, "--tasks")
     return names
 
 

@@ -1,12 +1,11 @@
-"""Optimizers: one interface, one file for each, and the registry of those that `learning.optimizer` can name."""
+"""Optimizers: one interface, those behind it, and the registry of those that `learning.optimizer` can name."""
 
 from __future__ import annotations
 
-from skippipe.optim.adamw import AdamW
 from skippipe.optim.adamw8bit import AdamW8bit
 from skippipe.optim.interface import Optimizer
 from skippipe.optim.muon import Muon
-from skippipe.optim.sgd import SGD
+from skippipe.optim.torch_optimizer import SGD, AdamW
 
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     "adamw": AdamW,

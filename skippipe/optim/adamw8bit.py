@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from skippipe.optim.adamw import follow
 from skippipe.optim.interface import BLOCK, HOST_PIECE, Hyperparameters, Optimizer, ParamSlot, StateTensor
+from skippipe.optim.torch_optimizer import adamw_step
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -138,7 +138,7 @@ class AdamW8bit(Optimizer):
                 continue
             means = [code.decode(blocks) for code, blocks in zip(CODES.values(), held, strict=True)]
             mean, square = (each.flatten()[: len(here)] for each in means)
-            follow(self.values[here.start : here.stop], now, mean, square, self.settings, self.steps + 1, rate)
+            adamw_step(self.values[here.start : here.stop], now, mean, square, self.settings, self.steps + 1, rate)
             for code, blocks, values in zip(CODES.values(), held, means, strict=True):
                 values.view(-1)[len(here) :].zero_()  # the last block may be shorter
                 blocks.copy_(code.encode(values, thresholds))

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skippipe.optim.adamw import follow
 from skippipe.optim.interface import Optimizer, StateTensor
+from skippipe.optim.torch_optimizer import adamw_step
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class Muon(Optimizer):
             square = self.state["exp_avg_sq"][first : first + slot.size]
             for at in range(0, slot.size, CHUNK):
                 part = slice(at, at + CHUNK)
-                follow(values[part], now[part], mean[part], square[part], ours, self.steps + 1, rate)
+                adamw_step(values[part], now[part], mean[part], square[part], ours, self.steps + 1, rate)
             first += slot.size
 
     @classmethod

@@ -17,7 +17,9 @@ from skippipe.planner.problem import DecisionVariables, Problem, lane_unit, stag
 from skippipe.planner.published import EXAMPLES, Example
 from skippipe.presets import PRESETS, preset
 from skippipe.skip_schedule import PathLength, parse_share
+from skippipe.stage_subset import whole_numbers
 from skippipe.timeline import Timing
+from skippipe.value_ranges import Choices
 from skippipe.workload import Workload
 
 
@@ -109,8 +111,7 @@ def codecs_of(types: str | None, name: str) -> list[str]:
     accepted = [each.strip() for each in types.split(",")] if types is not None else []
     known = GRADIENTS if name == "--gradients" else CODECS
     for each in accepted:
-        if each not in known:
-            raise UserError(f"{name}: '{each}' is none of {', '.join(known)}")
+        Choices(known).check(each, name)
     return accepted
 
 
@@ -134,9 +135,4 @@ def _visited(stages: int, visit: int | None, skip: str | None, of_example: int |
 
 
 def _parse_numbers(text: str | None, name: str) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise UserError(f"{name}: '{text}' is not a list of whole numbers such as 5,3,3,3,3,3") from None
+    return () if text is None else whole_numbers(text, name)

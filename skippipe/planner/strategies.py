@@ -16,21 +16,32 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
+
+from skippipe.cluster import Cluster
 from skippipe.cost_model import cost_model_of, seconds
 from skippipe.errors import Infeasible, UserError
-from skippipe.jit import compile_beside
+from skippipe.jit import Flags, compile_beside
 from skippipe.jitter import Jitter
 from skippipe.model_shape import MODELS
-from skippipe.plan import Plan
+from skippipe.plan import Plan, Stage
 from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.bounds.lower_bound import Bound, lower_bound
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.missing_links import DETOURS, MOST_DETOURS, detours_share, missing_links, plan_over_detours
-from skippipe.planner.problem import ALL_FIXED, Budget, Placement, Problem, lane_unit
+from skippipe.planner.problem import (
+    ALL_FIXED,
+    Budget,
+    Placement,
+    PlanRequest,
+    Problem,
+    Strategy,
+    averagings,
+    iteration_ns,
+    lane_unit,
+)
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
 from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.two_phase import TRIALS, TwoPhaseSearch
@@ -50,6 +61,9 @@ PART_FROM_CHANGES = 2_000  # … or with fewer changes, its plan is worth little
 FIRST_SHARE = 0.05  # of the seconds, for each of the plans that `best` can begin with
 FIRST_TRIALS = 400  # divided by the number of nodes, for the same where changes are counted
 EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for people who watch it
+DETOURS = (1.0, 3.0, 10.0)  # times what a message takes by way of a third node
+MOST_DETOURS = 0.5  # of the seconds or changes, for plans over detours
+LEAST_DETOURS = 0.02
 CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
 
@@ -247,16 +261,74 @@ def _around_missing_links(problem: Problem, request: PlanRequest, until: float) 
 
 
 def _over_detours(problem: Problem, request: PlanRequest, share: float) -> list[Plan]:
-    """Plans over links that are there, found by way of detours for this share of the budget."""
-    began, each = request.clock(), share / len(DETOURS)
+    """Plans over links that are there, found by way of detours for this share of the budget; none if the search did not
+    get rid of them.
 
-    def find_plan(detoured: Problem, start: Plan | None, done: float) -> Plan:
-        request.progress("planning around missing links", share * done, None)
-        left_s = share * done * request.budget_s - (request.clock() - began)
-        limits = replace(request, budget_s=max(0.0, left_s), changes=each * request.changes, bound_s=0.0, robust=0.0)
-        return _best(detoured, replace(limits, start=start, progress=PlanRequest.progress))
+    A search whose paths have to keep to the links that are there gets stuck where slots are scarce: nearly every change
+    of one path leads over a link that is missing. So it begins on a cluster that has a detour in the place of every
+    such link, by way of a third node. Detours take longer and longer, until the paths do without.
+    """
+    found: list[Plan] = []
+    began, start = request.clock(), None
+    for number, times in enumerate(DETOURS, 1):
+        cluster = with_detours(problem.cluster, problem.workload.activation_bytes, times)
+        if missing_links(cluster).any():
+            break
+        done = share * number / len(DETOURS)
+        request.progress("planning around missing links", done, None)
+        limits = replace(
+            request,
+            budget_s=max(0.0, done * request.budget_s - (request.clock() - began)),
+            changes=share / len(DETOURS) * request.changes,
+            bound_s=0.0,
+            robust=0.0,
+            start=start,
+            progress=PlanRequest.progress,
+        )
+        start = _best(replace(problem, cluster=cluster), limits)
+        plan = _over_links(problem, start)
+        if not validate(plan):
+            found.append(plan.promising(simulate(plan, problem.timing)))
+    return found
 
-    return plan_over_detours(problem, find_plan)
+
+def _over_links(problem: Problem, plan: Plan) -> Plan:
+    """The plan on the cluster as it is."""
+    same = replace(problem, layers=plan.layers)
+    nodes = tuple(stage.nodes for stage in plan.stages)
+    stages = tuple(map(Stage.of, plan.layers, averagings(same, nodes)))
+    return replace(plan, cluster=problem.cluster, stages=stages, expected=None, lower_bound_ns=None)
+
+
+def missing_links(cluster: Cluster) -> Flags:
+    found: Flags = cluster.bandwidth_bytes_per_s == 0
+    np.fill_diagonal(found, val=False)
+    return found
+
+
+def detours_share(cluster: Cluster) -> float:
+    """Share of the seconds or changes for plans over detours: that of the links that are missing. Half of them for any
+    made plans 1% to 5% slower on published20, and took up to three times as long for as many changes (docs/results.md).
+    """
+    missing = missing_links(cluster)
+    return min(MOST_DETOURS, max(LEAST_DETOURS, float(missing.sum()) / max(1, missing.size - len(missing))))
+
+
+def with_detours(cluster: Cluster, message_bytes: float, times: float) -> Cluster:
+    """The cluster with a way over a third node in the place of every missing link, the fastest for a message of this
+    size, and so many times as slow. Links that no third node makes up for stay missing."""
+    latency_s, bandwidth = cluster.latency_s, cluster.bandwidth_bytes_per_s.copy()
+    np.fill_diagonal(bandwidth, val=0.0)  # no node is on the way to itself
+    with_latency_s, with_bandwidth = latency_s.copy(), cluster.bandwidth_bytes_per_s.copy()
+    for a, b in np.argwhere(missing_links(cluster)):
+        carried = np.minimum(bandwidth[a], bandwidth[:, b])
+        ways = np.flatnonzero(carried)
+        if len(ways):
+            takes_s = latency_s[a, ways] + latency_s[ways, b] + message_bytes / carried[ways]
+            third = ways[takes_s.argmin()]
+            with_latency_s[a, b] = times * (latency_s[a, third] + latency_s[third, b])
+            with_bandwidth[a, b] = carried[third] / times
+    return replace(cluster, latency_s=with_latency_s, bandwidth_bytes_per_s=with_bandwidth)
 
 
 def _initial_plans(problem: Problem, request: PlanRequest, until: float) -> list[Plan]:

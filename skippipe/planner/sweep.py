@@ -20,8 +20,7 @@ from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget, plan_nats
-from skippipe.planner.problem import Problem, lane_unit
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
+from skippipe.planner.problem import PlanRequest, Problem, Strategy, iteration_ns, lane_unit
 from skippipe.planner.strategies import make_plan
 
 MOST_STAGES = 1_000

@@ -19,8 +19,7 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.problem import Budget, Placement, Problem, averagings
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
+from skippipe.planner.problem import Budget, Placement, PlanRequest, Problem, Strategy, averagings, iteration_ns
 from skippipe.simulator import PlacementCosts, path_arrays, simulate
 from skippipe.validate import validate
 

@@ -13,7 +13,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median, quantiles
+from typing import Annotated
 
+from skippipe.cluster import Node
+from skippipe.value_ranges import COUNT, DEVICES, WAIT_S, range_of
 from skippipe.workload import Workload
 
 SMALL_BYTES = 4  # of a message that takes nothing but latency
@@ -168,19 +171,19 @@ class LinkEstimate:
 @dataclass(frozen=True)
 class NodeEstimate:
     location: str
-    memory_bytes: int
-    flops_per_s: float
-    forward_s: float = 0.0
+    memory_bytes: Annotated[int, range_of(Node, "memory_bytes")]
+    flops_per_s: Annotated[float, range_of(Node, "flops_per_s")]
+    forward_s: Annotated[float, WAIT_S] = 0.0
     """Seconds of one layer with one microbatch; 0: not known."""
-    backward_s: float = 0.0
+    backward_s: Annotated[float, WAIT_S] = 0.0
     """Likewise."""
-    spread: float = 0.0
+    spread: Annotated[float, COUNT] = 0.0
     """How far repeated measurements of both lie apart."""
     upload_bytes_per_s: float | None = None
     """What its links carry from it at once; infinite: as much as they do one at a time; None: not measured."""
     download_bytes_per_s: float | None = None
     """The same towards it."""
-    devices: int = 1
+    devices: Annotated[int, DEVICES] = 1
     """Alike devices of the node; speed and memory are those of one."""
 
 

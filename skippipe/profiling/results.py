@@ -21,7 +21,7 @@ from skippipe.cluster import Cluster, Node
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_number, exists, json_text, read_as, write_text
 from skippipe.profiling.estimators import STEADY, LinkEstimate, NodeEstimate
-from skippipe.value_ranges import COUNT, WAIT_S, range_of
+from skippipe.value_ranges import COUNT, range_of
 
 FORMAT = "skippipe-profile"
 VERSION = 1
@@ -90,17 +90,9 @@ class ProfileResult:
         when, work = (_text(fields.take(name), fields.at(name)) for name in ("when", "work"))
         missing = tuple(_text(each, fields.at("missing")) for each in fields.items("missing"))
         nodes = {}
-        for entry in fields.objects("nodes"):
-            nodes[entry.text("name")] = NodeEstimate(
-                location=entry.text("location"),
-                memory_bytes=entry.integer("memory_bytes", range_of(Node, "memory_bytes")),
-                flops_per_s=entry.number("flops_per_s", range_of(Node, "flops_per_s")),
-                forward_s=entry.number("forward_s", WAIT_S),
-                backward_s=entry.number("backward_s", WAIT_S),
-                spread=entry.number("spread", COUNT),
-                **{name: _rate(entry, name) for name in RATES},
-                devices=entry.integer("devices", range_of(Node, "devices")) if entry.mentions("devices") else 1,
-            )
+        for entry in fields.objects("nodes", of=NodeEstimate):
+            name, rates = entry.text("name"), {each: _rate(entry, each) for each in RATES}
+            nodes[name] = NodeEstimate(**rates | entry.values(added=("devices", *RATES)))
             entry.close()
         links: dict[Ends, LinkEstimate | None] = {}
         for index, row in enumerate(fields.items("links")):

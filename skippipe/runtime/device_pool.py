@@ -22,22 +22,7 @@ import torch
 from skippipe.collectives.schedule import Schedule
 from skippipe.errors import first_line
 from skippipe.model.stage_step import StageStep
-from skippipe.runtime.node.ops import (
-    OPS_OF_AVERAGING,
-    AdoptPiece,
-    BeginAveraging,
-    CheckFinite,
-    ClearGradients,
-    ContributePiece,
-    DeviceLost,
-    DropMicrobatch,
-    GradNorm,
-    Op,
-    OptimizerStep,
-    PlanTransfer,
-    StageTask,
-    WriteState,
-)
+from skippipe.runtime.node import ops
 from skippipe.runtime.stage_executor import CHUNK_VALUES, StageExecutor
 from skippipe.transport.message import Message
 
@@ -51,7 +36,7 @@ class DevicePool:
         self.devices = dict(enumerate(executors))
         self._lost: set[int] = set()
         """Devices that have failed."""
-        self._unreported: list[DeviceLost] = []
+        self._unreported: list[ops.DeviceLost] = []
         """Those of which no operation has been told so."""
         self._lock = threading.Lock()
         """Of `devices`, when one fails: several may at the same time."""
@@ -66,21 +51,21 @@ class DevicePool:
         """The stage on the first device, whose state others see."""
         return self.first.tasks
 
-    def run(self, op: Op) -> Any:
+    def run(self, op: ops.Op) -> Any:
         """The result of an operation; `DeviceLost` if it is of an iteration, and what a device has added up is gone."""
-        if isinstance(op, (StageTask, *OPS_OF_AVERAGING)):
+        if isinstance(op, (ops.StageTask, *ops.OPS_OF_AVERAGING)):
             with suppress(IndexError):  # several devices compute, and one of them takes it
                 return self._unreported.pop()
         match op:
-            case StageTask():
+            case ops.StageTask():
                 return self._run_on(op.device, op)
-            case DropMicrobatch() | ClearGradients() | PlanTransfer() | WriteState():
+            case ops.DropMicrobatch() | ops.ClearGradients() | ops.PlanTransfer() | ops.WriteState():
                 return self._run_on_all(op)
-            case BeginAveraging() | CheckFinite() | GradNorm(alone=True):
+            case ops.BeginAveraging() | ops.CheckFinite() | ops.GradNorm(alone=True):
                 return self._sum_gradients() or self._run_on(next(iter(self.devices)), op)
-            case ContributePiece() | AdoptPiece() | GradNorm():
+            case ops.ContributePiece() | ops.AdoptPiece() | ops.GradNorm():
                 return self._run_on(next(iter(self.devices)), op)
-            case OptimizerStep():
+            case ops.OptimizerStep():
                 if op.scale:
                     self._hand_over_gradient()
                 return self._run_on_all(op)
@@ -99,7 +84,7 @@ class DevicePool:
         """A device has failed, and is not the last: its stage, and what it has added up, are gone."""
         self._unreported.append(self._leave_out(device, RuntimeError(reason)))
 
-    def _leave_out(self, device: int, error: Exception) -> DeviceLost:
+    def _leave_out(self, device: int, error: Exception) -> ops.DeviceLost:
         """What is to be reported of a device that has failed; raises the error if there is no other one."""
         reason = first_line(error)
         with self._lock:
@@ -111,34 +96,34 @@ class DevicePool:
                 self.first.take_over(failed)
             left = len(self.devices)
         log.warning("device %d of this node has failed, %d are left: %s", device, left, reason)
-        return DeviceLost(device, reason)
+        return ops.DeviceLost(device, reason)
 
     @property
     def _others(self) -> list[tuple[int, StageExecutor]]:
         return list(self.devices.items())[1:]
 
-    def _run_on(self, device: int, op: Op) -> Any:
+    def _run_on(self, device: int, op: ops.Op) -> Any:
         """The result; `DeviceLost` if the device has failed, or fails now."""
         if device in self._lost:  # the operation has waited for it
-            return DeviceLost(device, "it has failed before")
+            return ops.DeviceLost(device, "it has failed before")
         try:
             return self.devices[device].run(op)
         except torch.AcceleratorError as error:
             return self._leave_out(device, error)
 
-    def _run_on_all(self, op: Op) -> Any:
+    def _run_on_all(self, op: ops.Op) -> Any:
         """On every device at the same time; gives the result of one that has not failed, and reports those later."""
         results = list(self._threads.map(lambda device: self._run_on(device, op), list(self.devices)))
-        self._unreported += [each for each in results if isinstance(each, DeviceLost)]
-        return next(each for each in results if not isinstance(each, DeviceLost))
+        self._unreported += [each for each in results if isinstance(each, ops.DeviceLost)]
+        return next(each for each in results if not isinstance(each, ops.DeviceLost))
 
-    def _run_on_first(self, op: Op) -> Any:
+    def _run_on_first(self, op: ops.Op) -> Any:
         """What any device can do, because all have the same state."""
-        while isinstance(result := self._run_on(next(iter(self.devices)), op), DeviceLost):
+        while isinstance(result := self._run_on(next(iter(self.devices)), op), ops.DeviceLost):
             self._unreported.append(result)
         return result
 
-    def _sum_gradients(self) -> DeviceLost | None:
+    def _sum_gradients(self) -> ops.DeviceLost | None:
         """Add up what the devices have, at the first; the others then have none, so that it can be done again."""
         first, total = next(iter(self.devices)), self.first.tasks.weights.gradient
         for device, each in self._others:

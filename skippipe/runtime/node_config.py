@@ -113,23 +113,13 @@ class NodeConfig:
         if not isinstance(config, dict):
             raise UserError("brief.config: expected an object")
         held_out = fields.take("held_out")
-        node_config = cls(
-            plan=Plan.from_json(fields.take("plan")),
-            config=config,
-            seed=fields.integer("seed"),
-            learning=from_table(OptimConfig, fields.take("learning"), "brief.learning"),
-            data_folder=fields.text("data_folder"),
-            data_fingerprint=fields.text("data_fingerprint"),
-            device=fields.text("device"),
-            compiled=fields.flag("compiled"),
-            threads=fields.integer("threads"),
-            emulated=fields.flag("emulated"),
-            heartbeat_s=fields.number("heartbeat_s"),
-            rendezvous=fields.text("rendezvous") if fields.has("rendezvous") else fields.take("rendezvous"),
-            recipe=from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
-            held_out=from_table(HeldOut, held_out, "brief.held_out") if held_out is not None else None,
-            packing=fields.flag("packing"),
-            lora=from_table(LoraConfig, fields.take("lora"), "brief.lora"),
-        )
+        nested: dict[str, Any] = {
+            "plan": Plan.from_json(fields.take("plan")),
+            "learning": from_table(OptimConfig, fields.take("learning"), "brief.learning"),
+            "recipe": from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
+            "held_out": from_table(HeldOut, held_out, "brief.held_out") if held_out is not None else None,
+            "lora": from_table(LoraConfig, fields.take("lora"), "brief.lora"),
+        }
+        node_config = cls(config=config, **nested, **fields.values())
         fields.close()
         return node_config

@@ -29,29 +29,7 @@ from skippipe.model.stage_step import StageStep
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.device_copies import Copies, copies_of
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
-from skippipe.runtime.node.ops import (
-    LEAST_VALUES,
-    AdoptPiece,
-    BeginAveraging,
-    CheckFinite,
-    ClearGradients,
-    ContributePiece,
-    CopyEnds,
-    DropMicrobatch,
-    EvaluateSamples,
-    GradNorm,
-    Op,
-    OpenBackup,
-    OpResult,
-    OptimizerStep,
-    PlanTransfer,
-    ReadState,
-    ReadWeights,
-    SnapshotState,
-    StageTask,
-    StoreBackup,
-    WriteState,
-)
+from skippipe.runtime.node import ops
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.transport.message import GradientPiece, Message
@@ -59,7 +37,7 @@ from skippipe.workload import Workload
 
 CHUNK_VALUES = 2**22  # numbers of a state in one message: 16 MiB
 BACKUP_VALUES = 2**20  # the most of a backup, which is fetched while training goes on: 4 MiB
-NO_RESULT = OpResult(None)
+NO_RESULT = ops.OpResult(None)
 Starts = npt.NDArray[np.bool_]
 """Where conversations begin, [samples, sequence]."""
 
@@ -119,50 +97,50 @@ class StageExecutor:
         slots = [(slot.start, slot.shape) for slot in weights.slots if not is_bridge(slot.name)]
         return LowRankAverager(weights.gradient, low_rank, factored_matrices(slots, low_rank), make, offload)
 
-    def run(self, work: Op) -> Any:
+    def run(self, work: ops.Op) -> Any:
         match work:
-            case StageTask():
+            case ops.StageTask():
                 return self._settled(self._task(work))
-            case EvaluateSamples():
+            case ops.EvaluateSamples():
                 return self._settled(self._evaluate(work))
-            case DropMicrobatch():
+            case ops.DropMicrobatch():
                 return self.tasks.drop((work.lane, work.microbatch))
-            case ClearGradients():
+            case ops.ClearGradients():
                 self.tasks.drop_all()
                 return self._clear_gradients()
-            case CheckFinite():
+            case ops.CheckFinite():
                 return self._check_finite()
-            case BeginAveraging():
+            case ops.BeginAveraging():
                 self.tasks.weights.collect()
                 return self._averager.begin(work.schedule)
-            case ContributePiece():
+            case ops.ContributePiece():
                 return self._averager.contribute(work.piece, work.given, total=work.total)
-            case AdoptPiece():
+            case ops.AdoptPiece():
                 return self._averager.adopt(work.piece, work.given)
-            case GradNorm():
+            case ops.GradNorm():
                 return self._grad_norm(work.visits, alone=work.alone)
-            case OptimizerStep():
+            case ops.OptimizerStep():
                 return self._step(work.rate, work.scale)
-            case ReadWeights():
+            case ops.ReadWeights():
                 return self._read_weights(work.piece, kept=work.kept)
-            case SnapshotState():
+            case ops.SnapshotState():
                 return self._take_snapshot()
-            case PlanTransfer():
+            case ops.PlanTransfer():
                 return self._plan_transfer(work.origin)
-            case ReadState():
+            case ops.ReadState():
                 return self._read_state(work.first, work.count, work.backup)
-            case WriteState():
+            case ops.WriteState():
                 return self._write_state(work.part, work.given, work.digest)
-            case CopyEnds():
+            case ops.CopyEnds():
                 ends = embedding_slots(self.tasks.weights.slots)
                 self._backup = (
                     work.iterations,
                     self._on_host([range(slot.start, slot.start + slot.size) for slot in ends]),
                 )
                 return None
-            case OpenBackup():
+            case ops.OpenBackup():
                 return self._open_backup(work.source, work.iterations)
-            case StoreBackup():
+            case ops.StoreBackup():
                 return self._store_backup(work.part, work.given, work.digest)
 
     def fits(self, message: Message, expected: Schedule) -> bool:
@@ -181,7 +159,7 @@ class StageExecutor:
     def prefetch(self, given: Any, _device: int = 0) -> Any:
         return self._copies.bring(given) if isinstance(given, EncodedTensor) and self._is_hop(given) else given
 
-    def _settled(self, result: OpResult) -> OpResult:
+    def _settled(self, result: ops.OpResult) -> ops.OpResult:
         """A result that was computed, apart from what is on its way to the host; within one process nobody waits."""
         if not self._packing:
             return result
@@ -298,7 +276,7 @@ class StageExecutor:
     def _open_backup(self, source: int, iterations: int) -> list[StateSlice]:
         size = sum(place.size for place in embedding_slots(layout_of_stage(self._spec, self._layers, 0)))
         self._incoming_backup = iterations, torch.empty(size)
-        most = min(BACKUP_VALUES, max(LEAST_VALUES, self._hop_values))  # so that no hop waits longer than for a hop
+        most = min(BACKUP_VALUES, max(ops.LEAST_VALUES, self._hop_values))  # so that no hop waits longer than for a hop
         return list(in_chunks(StateSlice(source, 0, size, 0, backup=iterations), most))
 
     def _store_backup(self, part: StateSlice, given: Any, digest: str) -> bool:
@@ -320,14 +298,14 @@ class StageExecutor:
         self.tasks.weights.write_state(part.at, values, added=part.added)
         return True
 
-    def _task(self, task: StageTask) -> OpResult:
+    def _task(self, task: ops.StageTask) -> ops.OpResult:
         key = task.lane, task.microbatch
         if task.step == 0:
             tokens, _ = self._batch(task)
             assert self._sampler is not None
             starts = self._sampler.starts(task.iteration, task.data)
             begun = self.tasks.begin(key, tokens, self._on_device(starts), task.target)
-            return OpResult(self._encode_hop(begun, task.wire_dtype, starts))
+            return ops.OpResult(self._encode_hop(begun, task.wire_dtype, starts))
         if task.is_weights:
             self.tasks.weight_gradients(key, counts=task.counts)
             return NO_RESULT
@@ -336,33 +314,33 @@ class StageExecutor:
             residual_scale = self._recipe.residual_scale(len(self._layers), task.length)
             starts = self._starts(task.given)
             outputs = self.tasks.forward(key, given, residual_scale, self._on_device(starts), task.target)
-            return OpResult(self._encode_hop(outputs, task.wire_dtype, starts))
+            return ops.OpResult(self._encode_hop(outputs, task.wire_dtype, starts))
         if task.step == task.length:
             _, labels = self._batch(task)
             assert self._sampler is not None
             early, share = self._recipe.early_exit, self._sampler.share(task.iteration, task.data)
             loss, gradient = self.tasks.head(key, given, labels, early=early, share=share, counts=task.counts)
-            return OpResult(self._encode_hop(gradient, task.wire_dtype or self._back_dtype), loss)
+            return ops.OpResult(self._encode_hop(gradient, task.wire_dtype or self._back_dtype), loss)
         back = self.tasks.backward(key, given, counts=task.counts)
-        return NO_RESULT if back is None else OpResult(self._encode_hop(back, task.wire_dtype or self._back_dtype))
+        return NO_RESULT if back is None else ops.OpResult(self._encode_hop(back, task.wire_dtype or self._back_dtype))
 
-    def _evaluate(self, task: EvaluateSamples) -> OpResult:
+    def _evaluate(self, task: ops.EvaluateSamples) -> ops.OpResult:
         if 0 < task.step < task.length:
             starts = self._starts(task.given)
             outputs = self.tasks.evaluate(self._decode_hop(task.given), self._on_device(starts))
-            return OpResult(self._encode_hop(outputs, "", starts))
+            return ops.OpResult(self._encode_hop(outputs, "", starts))
         assert self._held_out is not None, "only data nodes read text"
         inputs, labels = self._held_out.batch(0, task.microbatch)
         if task.step == 0:
             starts = self._held_out.starts(0, task.microbatch)
             tokens = torch.from_numpy(inputs).to(self.tasks.device)
             outputs = self.tasks.evaluate(tokens, self._on_device(starts))
-            return OpResult(self._encode_hop(outputs, "", starts))
+            return ops.OpResult(self._encode_hop(outputs, "", starts))
         targets = torch.from_numpy(labels).to(self.tasks.device)
         loss = self.tasks.evaluate_head(self._decode_hop(task.given), targets)
-        return OpResult(None, loss, int((labels >= 0).sum()))
+        return ops.OpResult(None, loss, int((labels >= 0).sum()))
 
-    def _batch(self, task: StageTask) -> tuple[Tensor, Tensor]:
+    def _batch(self, task: ops.StageTask) -> tuple[Tensor, Tensor]:
         assert self._sampler is not None, "only data nodes read text"
         inputs, labels = self._sampler.batch(task.iteration, task.data)
         return torch.from_numpy(inputs).to(self.tasks.device), torch.from_numpy(labels).to(self.tasks.device)

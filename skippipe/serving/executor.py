@@ -14,9 +14,8 @@ from torch import Tensor
 from skippipe.codecs import EncodedTensor, decode, encode
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
-from skippipe.inference.logits_processor import LogitsContext, process_logits, token_logprobs
-from skippipe.inference.sampler import sample
-from skippipe.inference.static_stage import StaticStage
+from skippipe.inference.sampler import LogitsContext, process_logits, sample, token_logprobs
+from skippipe.inference.static_decoding import StaticStage
 from skippipe.model.stage import StageModel
 from skippipe.serving.step_protocol import ForwardStep, FreeSlots, SampleTokens, ServingWork, StepOutput, StepRefused
 from skippipe.transport.message import Message

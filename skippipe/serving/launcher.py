@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from skippipe import web
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
 from skippipe.inference.engine import model_end_tokens
 from skippipe.launch.fork_server import how_ended, last_log_line
-from skippipe.launch.launcher import JoinLauncher, Launcher
-from skippipe.launch.local import LocalLauncher
+from skippipe.launch.launcher import JoinLauncher, Launcher, LocalLauncher
 from skippipe.serving.async_engine import AsyncEngine
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.http.routes import application
@@ -28,8 +28,7 @@ from skippipe.serving.node import ROLES, ServingConfig
 from skippipe.serving.routing import RouteCost, UniformCost
 from skippipe.serving.scheduler import ServingSettings
 from skippipe.transport.addresses import join_address, tcp_server
-from skippipe.web import server as web_server
-from skippipe.web.server import ApiSettings
+from skippipe.web import ApiSettings
 
 if TYPE_CHECKING:
     import uvicorn
@@ -193,7 +192,7 @@ class ServeApp(GatewayCallback):
         end_tokens = model_end_tokens(model_config, tokenizer)
         engine = AsyncEngine(gateway, tokenizer, config.name, config.context, model_config.vocab_size, end_tokens)
         app = application(engine, config.api, _log if config.access_log else None)
-        self._server = web_server.server(app, config.host, config.port, gateway.cancel_all)
+        self._server = web.server(app, config.host, config.port, gateway.cancel_all)
         if self._failure is None:
             asyncio.run(self._server.serve([listening]))
 

@@ -26,10 +26,9 @@ from typing import Any, NamedTuple
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as, write_text
 from skippipe.model_shape import MODELS, model_named
-from skippipe.planner.problem import Placement, Problem, lane_unit
+from skippipe.planner.problem import Placement, PlanRequest, Problem, Strategy, lane_unit
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.published import Example, published_plan
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import SkipSchedule

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from skippipe.checkpoint.model_card import JOB_FILE
+from skippipe.checkpoint.hf_export import JOB_FILE
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.cluster import Cluster
 from skippipe.collectives import COLLECTIVES, Collective
@@ -28,13 +28,12 @@ from skippipe.model_shape import model_named
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_beside, with_codecs_of, with_smallest_elsewhere
-from skippipe.planner.problem import check_feasible
+from skippipe.planner.problem import PlanRequest, Strategy, check_feasible
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import has_lengths, make_plan, with_paths_of
 from skippipe.presets import emulated_cluster
-from skippipe.runtime.coordinator.embedding_backup import BACKED_UP, best_pair
+from skippipe.runtime.coordinator.recovery import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import (
     CoordinatorSettings,
     Deadlines,

@@ -29,7 +29,6 @@ from skippipe.report.gantt import copy_events, merged_traces, trace_events
 from skippipe.runs.records import COUNTED, metrics_of
 from skippipe.runs.tail import trace_name
 from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, ValidationReport
-from skippipe.runtime.node.copies import TO_DEVICE
 from skippipe.simulator import node_use
 from skippipe.skip_schedule import PathLength, parts_of, path_length_text
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
@@ -79,17 +78,6 @@ def _recorded_tasks(plan: Plan, node: int, rows: Sequence[Sequence[int]]) -> Ite
     devices = sorted({task.device for task in whole})
     for task in whole:
         yield task if devices[-1] < workers else task._replace(device=min(devices.index(task.device), workers - 1))
-
-
-def copy_wait_s(report: IterationReport) -> dict[int, float]:
-    """Node → seconds of a recorded iteration in which its tasks were begun and waited for what they need to come to the
-    device."""
-    waited: dict[int, float] = {}
-    for node, rows in report.copies.items():
-        begun_ns = {tuple(task[:3]): task[4] for task in report.tasks.get(node, ())}
-        came = ((tuple(row[:3]), row[5]) for row in rows if row[3] == TO_DEVICE)
-        waited[node] = sum(max(0, end_ns - begun_ns.get(task, end_ns)) for task, end_ns in came) / 1e9
-    return waited
 
 
 class CallbackList(Callback):

@@ -19,8 +19,7 @@ from skippipe.constraints import lanes_through
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
-from skippipe.launch.launcher import Launcher, NodeEndpoints
-from skippipe.launch.local import LocalLauncher
+from skippipe.launch.launcher import Launcher, LocalLauncher, NodeEndpoints
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Plan
 from skippipe.runs.wal import WriteAheadLog

@@ -113,7 +113,7 @@ def begin_run(folder: RunFolder, run_setup: RunSetup) -> None:
 def build_setup(
     wanted: JobConfig, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int], folder: RunFolder
 ) -> RunSetup:
-    from skippipe.planner.request import PlanRequest, Strategy
+    from skippipe.planner.problem import PlanRequest, Strategy
     from skippipe.training.build_run import build_run
     from skippipe.training.run import RunOptions
 

@@ -223,7 +223,7 @@ def keep_alive(socket: Socket) -> None:
     """TCP's keepalive finds a peer that has vanished without closing its connections.
 
     ZeroMQ's own heartbeat is not used here: its answer waits behind messages of many megabytes, and a healthy slow
-    link would count as dead. Where a link must be known to be cut sooner, `link_keepalive` has a connection of its own.
+    link would count as dead. Where a link must be known to be cut sooner, `sender.LinkHeartbeat` probes it.
     """
     idle_s, interval_s, count = KEEPALIVE_S
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)

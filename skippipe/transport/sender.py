@@ -2,7 +2,8 @@
 
 A peer may have several addresses, and a name may stand for several. They are tried side by side (`streams.dial`), and
 ZeroMQ connects to the first that answers; if the right program does not, to the next. Until there is a connection,
-messages wait here rather than in a socket, so that none is lost by going on to another address.
+messages wait here rather than in a socket, so that none is lost by going on to another address. Whether a link that
+is up still carries anything is seen on a connection of its own (`LinkHeartbeat`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import TypeAlias
 import zmq
 
 from skippipe.codecs import Buffer
+from skippipe.heartbeat import LINK_PROBES, PROBE_UNANSWERED
 from skippipe.transport.addresses import (
+    CONNECT_S,
     CONNECTION_EVENTS,
     HANDSHAKE_S,
     UNFINISHED_HANDSHAKE,
@@ -36,12 +39,57 @@ from skippipe.transport.addresses import (
 )
 from skippipe.transport.fast_path import FastPathMessage, FastPathSender, FastPathVerb, new_path_id
 from skippipe.transport.keys import KeyPair
-from skippipe.transport.link_keepalive import LinkHeartbeat
 from skippipe.transport.streams import dial
 
 RECONNECT_MOST_MS = 2000
+PROBE_RECONNECT_MOST_MS = 1000
 DIAL_AGAIN_S = 2.0  # before all addresses are tried again, while there is no connection
 REQUEST_AGAIN_S = 30.0  # between two requests for a fast path, in case it breaks again and again
+
+
+class LinkHeartbeat:
+    """Keepalive of a link, the side that probes: a connection of its own, on which ZeroMQ sends probes and the other
+    side, which needs nothing but a mailbox, answers.
+
+    A link can be cut silently: packets are dropped, and neither side notices until TCP gives up on what it has sent,
+    which takes many seconds, or never where nothing is sent. ZeroMQ's heartbeat probes at an interval and gives up when
+    no answer comes. On the connection that carries messages it could not be used, because its answer would wait behind
+    tensors of many megabytes, and a healthy slow link would count as dead. Here nothing else is sent, so an answer only
+    waits for the network. Both ways are tested, for a probe and its answer have to pass. Both ends of it live in
+    ZeroMQ's own threads: a process that computes or imports answers like any other, one that is stopped does not.
+    """
+
+    def __init__(
+        self, context: Context, secure: Callable[[Socket], None], host: str, port: int, heartbeat_s: float
+    ) -> None:
+        """`secure` gives a socket its keys; host and port are those that messages go to as well."""
+        self._unanswered_s = PROBE_UNANSWERED * heartbeat_s
+        self.answered = False
+        """The other side has answered at least once."""
+        self.silent_since: float | None = time.monotonic()
+        """Since when there is no answer, by `time.monotonic`; none: there is."""
+        push = self._push = push_socket(context, host, 1, PROBE_RECONNECT_MOST_MS)
+        push.setsockopt(zmq.HANDSHAKE_IVL, round(CONNECT_S * 1000))
+        push.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(heartbeat_s / LINK_PROBES * 1000)))
+        push.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, round(self._unanswered_s * 1000)))
+        secure(push)
+        self.monitor = push.get_monitor_socket(CONNECTION_EVENTS)
+        push.connect(endpoint(host, port))
+
+    def changed(self) -> bool:
+        """Read the monitor's events; whether the answers have stopped, or come again."""
+        before = self.silent_since
+        for event in monitor_events(self.monitor):
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.answered, self.silent_since = True, None
+            elif event == zmq.EVENT_DISCONNECTED and self.answered and self.silent_since is None:
+                self.silent_since = time.monotonic() - self._unanswered_s
+        return before != self.silent_since
+
+    def close(self) -> None:
+        self._push.disable_monitor()
+        self.monitor.close(linger=0)
+        self._push.close(linger=0)
 
 
 class QueueFull(Exception):

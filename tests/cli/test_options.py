@@ -33,8 +33,8 @@ from skippipe.data.prepare import prepare
 from skippipe.inference.engine import GenerationEngine
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
+from skippipe.planner.problem import PlanRequest, Strategy
 from skippipe.planner.problem_spec import PlanSpec, problem_of
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.presets import preset
 from skippipe.profiling.results import ProfileResult, save_results

@@ -15,9 +15,8 @@ from skippipe.jitter import Jitter, Spread, spread_of
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner import strategies
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.published import published20, published_plan
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import CHOOSING_SEED, make_plan
 from skippipe.presets import random_cluster
 from skippipe.simulator import simulate

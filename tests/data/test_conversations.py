@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skippipe.data.batch_sampler import ANSWER, BEGINS, IGNORED, ConversationSampler
-from skippipe.data.conversations import ChatEncoder, messages_of
-from skippipe.data.prepare import prepare
+from skippipe.data.prepare import ChatEncoder, messages_of, prepare
 from skippipe.data.readers import Record
 from skippipe.data.token_file import TokenFile
 from skippipe.data.tokenizer import train_bpe

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from skippipe import web
 from skippipe.dashboard import server as dashboard_server
 from skippipe.dashboard.routes import application
 from skippipe.dashboard.run_state import Panels, RunFollower
@@ -21,8 +22,7 @@ from skippipe.runtime.coordinator.recovery import StageProgress
 from skippipe.runtime.coordinator.wal_records import commit_record, plan_record
 from skippipe.simulator import simulate
 from skippipe.training.metrics import EventsFile, IterationMetrics, MetricsFile, TraceFiles
-from skippipe.web import server as web_server
-from skippipe.web.server import ApiSettings
+from skippipe.web import ApiSettings
 from skippipe.workload import Workload
 from tests.helpers.plans import TINY, uniform_cluster
 
@@ -133,7 +133,7 @@ def shown(folder: Path, token: str = "") -> Iterator[str]:
     with dashboard_server.listen("127.0.0.1", 0, "--port") as listener:
         port = listener.getsockname()[1]
         app = application(Panels(RunFollower(folder)), settings, stopping=lambda: server.should_exit)
-        server = web_server.server(app, "127.0.0.1", port)
+        server = web.server(app, "127.0.0.1", port)
         thread = threading.Thread(target=asyncio.run, args=(server.serve([listener]),), daemon=True)
         thread.start()
         try:

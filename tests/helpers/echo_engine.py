@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 
+from skippipe import web
 from skippipe.errors import UserError
 from skippipe.inference.request import FinishReason, SamplingParams
 from skippipe.serving.async_engine import (
@@ -26,8 +27,7 @@ from skippipe.serving.async_engine import (
 )
 from skippipe.serving.http import routes
 from skippipe.serving.scheduler import SequenceRequest
-from skippipe.web import server as web_server
-from skippipe.web.server import ApiSettings
+from skippipe.web import ApiSettings
 
 MODEL = "org/mirror"
 STAGES = 6
@@ -185,7 +185,7 @@ def events(response: httpx2.Response) -> list[Any]:
 def serving(engine: EchoEngine, settings: ApiSettings = OPEN) -> Iterator[str]:
     """The address of a server on loopback, in a thread of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listening:  # an early client waits in its backlog
-        server = web_server.server(routes.application(engine, settings), "127.0.0.1", 0)
+        server = web.server(routes.application(engine, settings), "127.0.0.1", 0)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([listening])), daemon=True)
         thread.start()
         try:

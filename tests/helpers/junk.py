@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from skippipe.web.server import ApiSettings
+from skippipe.web import ApiSettings
 from tests.helpers.echo_engine import CHAT, COMPLETIONS, MODEL, Caller, api_error, valid
 
 

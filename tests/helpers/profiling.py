@@ -22,7 +22,7 @@ import pytest
 from skippipe.cli import main, profile
 from skippipe.cluster import Cluster, Node
 from skippipe.launch.fork_server import ProcessPool
-from skippipe.launch.local import LocalLauncher
+from skippipe.launch.launcher import LocalLauncher
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.profiling.coordinator import ProfilingCallback, ProfilingCoordinator, ProfilingDeadlines, profile_nodes

@@ -16,9 +16,8 @@ from transformers import (
 )
 
 from skippipe.inference.engine import TokenByToken
-from skippipe.inference.logits_processor import LogitsContext, process_logits, token_logprobs
 from skippipe.inference.request import GenerationRequest, SamplingParams
-from skippipe.inference.sampler import sample
+from skippipe.inference.sampler import LogitsContext, process_logits, sample, token_logprobs
 from tests.helpers.staged_models import WHOLE, output_tokens, prompts, staged_once, theirs
 
 torch.set_num_threads(1)

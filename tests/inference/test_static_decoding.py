@@ -13,8 +13,7 @@ from skippipe.inference import cached_stage, static_decoding
 from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
 from skippipe.inference.engine import TokenByToken
 from skippipe.inference.request import SamplingParams
-from skippipe.inference.static_decoding import StaticDecoder, StaticStep
-from skippipe.inference.static_stage import StaticStage
+from skippipe.inference.static_decoding import StaticDecoder, StaticStage, StaticStep
 from skippipe.stage_subset import Hop, StageSubset
 from tests.helpers.models import FAMILIES
 from tests.helpers.quick import others_slow

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from skippipe.errors import UserError
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import PlanRequest, Problem
 from skippipe.planner.problem_spec import fastest_of
-from skippipe.planner.request import PlanRequest
 from skippipe.planner.sweep import batch_sizes, choose_batch_size
 from skippipe.validate import validate
 from skippipe.workload import Workload

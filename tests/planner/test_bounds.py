@@ -25,9 +25,16 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.bounds.load_relaxation import averaging_by_size_ns, loaded_by_size_ns
 from skippipe.planner.bounds.lower_bound import lower_bound
 from skippipe.planner.bounds.node_classes import NodeClasses, all_tours, shortest_rounds_ns
-from skippipe.planner.problem import DecisionVariables, Placement, Problem, lane_unit
+from skippipe.planner.problem import (
+    DecisionVariables,
+    Placement,
+    PlanRequest,
+    Problem,
+    Strategy,
+    iteration_ns,
+    lane_unit,
+)
 from skippipe.planner.published import published20, published_plan
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
 from skippipe.planner.strategies import make_plan
 from skippipe.presets import GIB, datacentre, random_cluster, regions
 from skippipe.simulator import simulate

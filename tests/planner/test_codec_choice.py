@@ -16,8 +16,7 @@ from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.codec_choice import choose_beside, choose_codecs, with_codecs_of
 from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget, message_shares, plan_nats, prices_of
-from skippipe.planner.problem import Problem
-from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.planner.sweep import sweep_codecs
 from skippipe.presets import five_sites

@@ -13,9 +13,8 @@ from skippipe.cost_model import seconds
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
-from skippipe.planner.problem import DecisionVariables, Problem
+from skippipe.planner.problem import DecisionVariables, PlanRequest, Problem, Strategy, iteration_ns
 from skippipe.planner.problem_spec import PlanSpec, problem_of
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
 from skippipe.planner.strategies import make_plan
 from skippipe.planner.whatif.advisor import choices
 from skippipe.presets import datacentre, regions

@@ -8,8 +8,7 @@ import pytest
 
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
-from skippipe.planner.problem import Problem
-from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.search import decomposition
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.strategies import make_plan

@@ -16,11 +16,10 @@ from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
-from skippipe.planner.problem import Problem, lane_unit
+from skippipe.planner.problem import PlanRequest, Problem, Strategy, lane_unit
 from skippipe.planner.published import published20, published_plan
 from skippipe.planner.repair.exposure_milp import even_exposure, visit_sets
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import has_lengths, make_plan
 from skippipe.presets import five_sites
 from skippipe.simulator import simulate

@@ -17,8 +17,7 @@ from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
 from skippipe.plan import Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
-from skippipe.planner.problem import ALL_FIXED, DecisionVariables, Problem
-from skippipe.planner.request import PlanRequest, Strategy
+from skippipe.planner.problem import ALL_FIXED, DecisionVariables, PlanRequest, Problem, Strategy
 from skippipe.planner.search.annealing import improve
 from skippipe.planner.search.moves import DRAWS, PLACEMENT_MOVES, Move, cumulative_move_weights, propose
 from skippipe.planner.search.objective import objective

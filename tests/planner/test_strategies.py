@@ -17,11 +17,9 @@ from skippipe.model_shape import MODELS
 from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.genetic_allocation import allocate, best_tour
-from skippipe.planner.missing_links import detours_share, missing_links, with_detours
-from skippipe.planner.problem import Budget, Problem, lane_unit, stage_sizes
+from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, lane_unit, stage_sizes
 from skippipe.planner.published import published20
-from skippipe.planner.request import PlanRequest, Strategy
-from skippipe.planner.strategies import make_plan
+from skippipe.planner.strategies import detours_share, make_plan, missing_links, with_detours
 from skippipe.planner.two_phase import round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.timeline import Timing

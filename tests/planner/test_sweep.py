@@ -11,9 +11,8 @@ import pytest
 from skippipe.errors import UserError
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.problem_spec import PlanSpec, problem_of
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import make_plan
 from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts, sweep
 from skippipe.presets import five_sites

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import copy_wait_s
 from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
@@ -16,7 +17,7 @@ from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.device_copies import MOST_AHEAD, BackgroundCopies, DirectCopies
 from skippipe.runtime.node.copies import TO_DEVICE, TO_HOST, Copy, MovingTensor, Outbox
 from skippipe.runtime.node.ops import StageTask
-from skippipe.training.metrics import TraceFiles, copy_wait_s
+from skippipe.training.metrics import TraceFiles
 from skippipe.transport.message import Hop, Message
 from skippipe.workload import Workload
 from tests.helpers.executors import computer_of, gradient_of, noise

@@ -16,8 +16,8 @@ from skippipe.codecs import encode
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Lane, Plan
 from skippipe.runtime import stage_executor
-from skippipe.runtime.coordinator.embedding_backup import best_pair
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.recovery import best_pair
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.messages import (
     Backup,

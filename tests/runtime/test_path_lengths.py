@@ -15,8 +15,8 @@ from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
+from skippipe.planner.problem import PlanRequest, Strategy
 from skippipe.planner.repair import repair
-from skippipe.planner.request import PlanRequest, Strategy
 from skippipe.planner.strategies import has_lengths, with_paths_of
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams
 from skippipe.serving.http import routes
-from skippipe.web.server import ApiSettings
+from skippipe.web import ApiSettings
 from tests.helpers.echo_engine import (
     CHAT,
     COMPLETIONS,

@@ -19,7 +19,7 @@ from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
 from skippipe.model.stage import is_bridge
 from skippipe.plan import Plan
-from skippipe.planner.request import PlanRequest
+from skippipe.planner.problem import PlanRequest
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState
 from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster

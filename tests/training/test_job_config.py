@@ -17,8 +17,7 @@ from skippipe.json_fields import json_text
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.planner.problem import lane_unit
-from skippipe.planner.request import PlanRequest
+from skippipe.planner.problem import PlanRequest, lane_unit
 from skippipe.planner.strategies import has_lengths
 from skippipe.presets import preset
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport

@@ -22,7 +22,7 @@ from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
 from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
-from skippipe.planner.request import PlanRequest
+from skippipe.planner.problem import PlanRequest
 from skippipe.planner.strategies import make_plan, with_paths_of
 from skippipe.toml_config import from_table
 from skippipe.training import build_run as build_run_module

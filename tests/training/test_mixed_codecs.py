@@ -21,8 +21,8 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.codec_prices import DEFAULT_PRICES, message_shares, plan_nats
+from skippipe.planner.problem import PlanRequest
 from skippipe.planner.repair.repair import repaired
-from skippipe.planner.request import PlanRequest
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.wal_records import plan_records

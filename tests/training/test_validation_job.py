@@ -16,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.format import Checkpoints
-from skippipe.checkpoint.hf_export import ModelFolder, hub_api, push
-from skippipe.checkpoint.model_card import SCORE_FILE
+from skippipe.checkpoint.hf_export import SCORE_FILE, ModelFolder, hub_api, push
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import load
 from skippipe.inference.engine import GenerationEngine, TokenByToken

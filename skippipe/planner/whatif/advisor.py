@@ -23,8 +23,7 @@ from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget, plan_nats
-from skippipe.planner.problem import ALL_FIXED, Problem
-from skippipe.planner.request import PlanRequest, Strategy, iteration_ns
+from skippipe.planner.problem import ALL_FIXED, PlanRequest, Problem, Strategy, iteration_ns
 from skippipe.planner.strategies import compile_search, make_plan
 from skippipe.planner.whatif import edits
 from skippipe.planner.whatif.candidates import Candidate, CandidateEdits, EditKind

@@ -11,12 +11,11 @@ import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from skippipe.runtime.coordinator.embedding_backup import LOST
 from skippipe.runtime.coordinator.failure_detector import FailureDetector
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorEnv, CoordinatorState, EventKind
 from skippipe.runtime.coordinator.iteration import Iteration
 from skippipe.runtime.coordinator.membership import MAX_COSTLY_REPORTS, Membership, MemberState
-from skippipe.runtime.coordinator.recovery import RecoverySourceSelector
+from skippipe.runtime.coordinator.recovery import LOST, RecoverySourceSelector
 from skippipe.runtime.coordinator.replanner import Replanner
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather

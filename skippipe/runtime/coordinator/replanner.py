@@ -16,10 +16,9 @@ from skippipe import constraints
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan, Stage
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
-from skippipe.runtime.coordinator.embedding_backup import EmbeddingBackup
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
 from skippipe.runtime.coordinator.membership import Membership, MemberState
-from skippipe.runtime.coordinator.recovery import StageProgress
+from skippipe.runtime.coordinator.recovery import EmbeddingBackup, StageProgress
 from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
 from skippipe.runtime.coordinator.wal_records import plan_record

@@ -19,11 +19,10 @@ from skippipe import __version__
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.commit_loop import CommitLoop
-from skippipe.runtime.coordinator.embedding_backup import LOST, EmbeddingBackup
 from skippipe.runtime.coordinator.failure_detector import FailureDetector
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorEnv, CoordinatorState, Event, EventKind
 from skippipe.runtime.coordinator.membership import Member, Membership, MemberState
-from skippipe.runtime.coordinator.recovery import RecoverySourceSelector, StageProgress
+from skippipe.runtime.coordinator.recovery import LOST, EmbeddingBackup, RecoverySourceSelector, StageProgress
 from skippipe.runtime.coordinator.replanner import PathLengths, Replanner
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.startup import Startup

@@ -16,26 +16,7 @@ from typing import Literal
 from skippipe.cost_model import ns
 from skippipe.plan import Plan
 from skippipe.runtime.messages import COORDINATOR
-from skippipe.runtime.node.ops import (
-    AdoptPiece,
-    BeginAveraging,
-    CheckFinite,
-    ContributePiece,
-    CopyEnds,
-    DropMicrobatch,
-    EvaluateSamples,
-    GradNorm,
-    Op,
-    OpenBackup,
-    OptimizerStep,
-    PlanTransfer,
-    ReadState,
-    ReadWeights,
-    SnapshotState,
-    StageTask,
-    StoreBackup,
-    WriteState,
-)
+from skippipe.runtime.node import ops
 
 During = Literal[
     "forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "backup", "joining", "repair",
@@ -81,7 +62,7 @@ class Fault:
     def back_after(self, seconds: float) -> Fault:
         return replace(self, lasts_s=seconds)
 
-    def strikes(self, node: int, op: Op, iteration: int, *, any_node: bool) -> bool:
+    def strikes(self, node: int, op: ops.Op, iteration: int, *, any_node: bool) -> bool:
         """Does it begin with this operation? `any_node`: the node that it is for never runs such operations."""
         here = any_node or node in self.nodes or min(self.nodes) < 0
         return iteration >= self.iteration and here and phase_of(op) == self.during
@@ -150,27 +131,27 @@ def accuse(node: int) -> Fault:
     return Fault("accuse", (node,))
 
 
-def phase_of(op: Op) -> During | None:
+def phase_of(op: ops.Op) -> During | None:
     match op:
-        case StageTask():
+        case ops.StageTask():
             if op.step < op.length:
                 return "forward"
             if op.step == op.length:
                 return "head"
             return "weights" if op.is_weights else "backward"
-        case EvaluateSamples():
+        case ops.EvaluateSamples():
             return "validation"
-        case BeginAveraging() | ContributePiece() | AdoptPiece() | GradNorm():
+        case ops.BeginAveraging() | ops.ContributePiece() | ops.AdoptPiece() | ops.GradNorm():
             return "averaging"
-        case OptimizerStep():
+        case ops.OptimizerStep():
             return "step"
-        case SnapshotState() | ReadWeights():
+        case ops.SnapshotState() | ops.ReadWeights():
             return "checkpoint"
-        case CopyEnds() | OpenBackup() | StoreBackup():
+        case ops.CopyEnds() | ops.OpenBackup() | ops.StoreBackup():
             return "backup"
-        case PlanTransfer() | WriteState() | ReadState():
-            return "backup" if isinstance(op, ReadState) and op.backup else "joining"
-        case DropMicrobatch() | CheckFinite():
+        case ops.PlanTransfer() | ops.WriteState() | ops.ReadState():
+            return "backup" if isinstance(op, ops.ReadState) and op.backup else "joining"
+        case ops.DropMicrobatch() | ops.CheckFinite():
             return "repair"
     return None
 

@@ -8,31 +8,8 @@ from typing import Any
 
 from skippipe.collectives.schedule import Schedule
 from skippipe.plan import Plan
+from skippipe.runtime.node import ops
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchKey
-from skippipe.runtime.node.ops import (
-    OPS_OF_AVERAGING,
-    AdoptPiece,
-    BeginAveraging,
-    CheckFinite,
-    ClearGradients,
-    ContributePiece,
-    CopyEnds,
-    DeviceLost,
-    DropMicrobatch,
-    EvaluateSamples,
-    GradNorm,
-    Op,
-    OpenBackup,
-    OpResult,
-    OptimizerStep,
-    PlanTransfer,
-    ReadState,
-    ReadWeights,
-    SnapshotState,
-    StageTask,
-    StoreBackup,
-    WriteState,
-)
 from skippipe.runtime.state_source import StateChunk, StateSlice, StateSource
 from skippipe.transport.message import GradientPiece, Message
 
@@ -93,12 +70,12 @@ class SymbolicExecutor:
         self.poison = False
         """The next gradient that is added up is NaN."""
         self._spoiled = False
-        self._lost: list[DeviceLost] = []
+        self._lost: list[ops.DeviceLost] = []
         """Devices that have failed, of which no operation has been told so."""
 
     def lose(self, device: int, reason: str) -> None:
         """One of several devices fails."""
-        self._lost.append(DeviceLost(device, reason))
+        self._lost.append(ops.DeviceLost(device, reason))
 
     @property
     def has_backup(self) -> bool:
@@ -110,35 +87,35 @@ class SymbolicExecutor:
         """The number of microbatches in the mean gradient of every step taken."""
         return [len(each) for each in self.state]
 
-    def run(self, op: Op) -> Any:
-        if self._lost and isinstance(op, (StageTask, *OPS_OF_AVERAGING)):
+    def run(self, op: ops.Op) -> Any:
+        if self._lost and isinstance(op, (ops.StageTask, *ops.OPS_OF_AVERAGING)):
             return self._lost.pop()
         match op:
-            case StageTask():
+            case ops.StageTask():
                 return self._task(op)
-            case EvaluateSamples():
+            case ops.EvaluateSamples():
                 return self._evaluate(op)
-            case DropMicrobatch():
+            case ops.DropMicrobatch():
                 self._held.pop((op.lane, op.microbatch), None)
-            case ClearGradients():
+            case ops.ClearGradients():
                 self._held.clear()
                 self._sum.clear()
                 self._spoiled = False
-            case CheckFinite():
+            case ops.CheckFinite():
                 sound, self._spoiled = not self._spoiled, False
                 if not sound:
                     self._sum.clear()
                 return sound
-            case BeginAveraging():
+            case ops.BeginAveraging():
                 self._expected, self._of_round = set(range(op.schedule.pieces)), len(op.schedule.shares)
                 self._number_of_pieces, self._pieces = len(self._expected), {}
-            case ContributePiece():
+            case ops.ContributePiece():
                 return self._contribute(op)
-            case AdoptPiece():
+            case ops.AdoptPiece():
                 assert op.piece not in self._expected, "a total without this node's contribution"
                 assert op.given.piece == op.piece, (op.given, op.piece)
                 self._pieces[op.piece] = op.given.visits.copy()
-            case GradNorm():
+            case ops.GradNorm():
                 whole = [self._sum] if op.alone else list(self._pieces.values())
                 assert op.alone or len(whole) == self._number_of_pieces > 0, f"totals are missing: {self._pieces}"
                 assert all(piece == whole[0] for piece in whole), (self._node, whole)
@@ -146,7 +123,7 @@ class SymbolicExecutor:
                 assert whole[0].total() == op.visits, (self._node, whole[0], op.visits)
                 self._mean, self._pieces = whole[0].copy(), {}
                 return float("nan") if self._spoiled else float(op.visits)
-            case OptimizerStep():
+            case ops.OptimizerStep():
                 assert not self._held, "a microbatch is still here"
                 if op.scale > 0:
                     self.state.append(tuple(sorted(self._mean)))
@@ -155,23 +132,23 @@ class SymbolicExecutor:
                 self._sum.clear()
                 self._mean.clear()
                 self._spoiled = False
-            case ReadWeights():
+            case ops.ReadWeights():
                 return None if op.piece else self._kept if op.kept else self._copy_state()
-            case PlanTransfer():
+            case ops.PlanTransfer():
                 return self._plan_transfer(op.origin)
-            case ReadState():
+            case ops.ReadState():
                 return self._read_state(op)
-            case WriteState():
+            case ops.WriteState():
                 self._write_state(op)
                 return True
-            case SnapshotState():
+            case ops.SnapshotState():
                 self._kept = self._copy_state()
-            case CopyEnds():
+            case ops.CopyEnds():
                 self._backup = op.iterations, tuple(self.ends)
-            case OpenBackup():
+            case ops.OpenBackup():
                 self._incoming = []
                 return _backup_slices(op.source, op.iterations)
-            case StoreBackup():
+            case ops.StoreBackup():
                 self._incoming += op.given
                 if op.part.at == PIECES - 1:
                     self._backup = op.part.backup, tuple(self._incoming)
@@ -199,7 +176,7 @@ class SymbolicExecutor:
         parts = [StateSlice(source, 0, 1, 0, added=at > 0) for at, source in enumerate(origin.sources)]
         return parts if origin.backup is None else [*parts, *_backup_slices(*origin.backup)]
 
-    def _read_state(self, op: ReadState) -> StateChunk:
+    def _read_state(self, op: ops.ReadState) -> StateChunk:
         if not op.backup:
             return StateChunk(self._copy_state(), "sound")
         if self._backup is None or self._backup[0] != op.backup:
@@ -208,7 +185,7 @@ class SymbolicExecutor:
         half = len(whole) // PIECES
         return StateChunk(whole[half:] if op.first else whole[:half], "sound")
 
-    def _write_state(self, op: WriteState) -> None:
+    def _write_state(self, op: ops.WriteState) -> None:
         if op.part.backup:
             self.ends = [*(self.ends if op.part.at else ()), *op.given]
         elif not op.part.added:
@@ -216,7 +193,7 @@ class SymbolicExecutor:
             if self._has_ends and not self._rebuilt:
                 self.ends = list(getattr(op.given, "ends", op.given))
 
-    def _task(self, task: StageTask) -> OpResult:
+    def _task(self, task: ops.StageTask) -> ops.OpResult:
         which = task.lane, task.microbatch
         if task.step < task.length:
             self._held[which] = task.device
@@ -230,12 +207,12 @@ class SymbolicExecutor:
             given = task.given
             assert (given.lane, given.microbatch) == which
             assert given.step <= task.step
-        return OpResult(Trail(*which, task.step + 1), 0.0 if task.step == task.length else None)
+        return ops.OpResult(Trail(*which, task.step + 1), 0.0 if task.step == task.length else None)
 
-    def _evaluate(self, task: EvaluateSamples) -> OpResult:
+    def _evaluate(self, task: ops.EvaluateSamples) -> ops.OpResult:
         assert task.step == 0 or task.given == Trail(task.lane, task.microbatch, task.step)
         assert len(self.state) <= task.iteration + 1, "a step of another iteration is in the weights"
-        return OpResult(Trail(task.lane, task.microbatch, task.step + 1), float(task.microbatch), 1)
+        return ops.OpResult(Trail(task.lane, task.microbatch, task.step + 1), float(task.microbatch), 1)
 
     def _add(self, which: MicrobatchKey, *, counts: bool) -> None:
         if counts:
@@ -243,7 +220,7 @@ class SymbolicExecutor:
             self._spoiled = self._spoiled or self.poison
             self.poison = False
 
-    def _contribute(self, op: ContributePiece) -> Gradient:
+    def _contribute(self, op: ops.ContributePiece) -> Gradient:
         self._expected.remove(op.piece)
         earlier = range(op.piece // self._of_round * self._of_round)
         assert self._pieces.keys() >= set(earlier), "a contribution before all totals of the round before are here"

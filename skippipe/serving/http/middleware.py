@@ -22,8 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from skippipe.serving.async_engine import EngineClient, StageCoverage
 from skippipe.serving.http.response_schema import event, json_bytes
-from skippipe.web.errors import APIError, internal_error, short, too_large
-from skippipe.web.server import ApiSettings
+from skippipe.web import APIError, ApiSettings, internal_error, short, too_large
 
 TOKEN_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)

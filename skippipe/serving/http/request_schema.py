@@ -33,8 +33,7 @@ from pydantic_core import PydanticCustomError
 
 from skippipe.inference.request import MAX_LOGPROBS, SamplingParams
 from skippipe.serving.grammar import ANY_OBJECT
-from skippipe.web.errors import found, no_such_model, short, too_long, wrong
-from skippipe.web.server import ApiSettings
+from skippipe.web import ApiSettings, found, no_such_model, short, too_long, wrong
 
 SEEDS = 2**53  # seeds that the messages to nodes can carry
 SEED_STRIDE = 0x9E3779B97F4A7C15  # from the seed of one choice to the next; odd, so that no seed comes twice

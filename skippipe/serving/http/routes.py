@@ -50,8 +50,18 @@ from skippipe.serving.http.request_schema import (
     parse_request,
 )
 from skippipe.serving.http.response_schema import END_OF_STREAM, Choice, ResponseBuilder, event, json_bytes
-from skippipe.web.errors import APIError, no_such_model, short, timed_out, unavailable, wrong
-from skippipe.web.server import ApiSettings, BearerAuth, RateLimiter, check_installed
+from skippipe.web import (
+    APIError,
+    ApiSettings,
+    BearerAuth,
+    RateLimiter,
+    check_installed,
+    no_such_model,
+    short,
+    timed_out,
+    unavailable,
+    wrong,
+)
 
 STAGES, MISSING = "X-SkipPipe-Stages", "X-SkipPipe-Missing-Stages"
 EVENTS = {

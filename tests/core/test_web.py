@@ -8,8 +8,7 @@ from datetime import timedelta
 import pytest
 
 from skippipe.errors import UserError
-from skippipe.web.errors import APIError
-from skippipe.web.server import ApiSettings, RateLimiter
+from skippipe.web import APIError, ApiSettings, RateLimiter
 from tests.helpers.echo_engine import CHAT, COMPLETIONS, Caller, api_error, valid
 
 TOKEN, OTHER = "a-token-that-is-long", "another-token-as-long"

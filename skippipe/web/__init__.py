@@ -1,1 +1,0 @@
-"""What every HTTP server of the project shares: the server, authentication and limits, errors."""
