@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from io import TextIOWrapper
 from typing import Any
+
+INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit statuses, as shells have them
 
 
 class UserError(Exception):
@@ -39,6 +44,38 @@ def run_command(command: Callable[[], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without our arrows shows question marks
+    with _sigterm_interrupts():
+        _run(command)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM does what Ctrl-C does at that moment; the exit status tells them apart."""
+    terminated = False
+
+    def terminate(number: int, frame: Any) -> None:
+        nonlocal terminated
+        terminated = True
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):  # a shell has its background jobs ignore Ctrl-C
+            raise KeyboardInterrupt
+        handler(number, frame)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    except SystemExit as end:
+        if terminated and end.code == INTERRUPTED:
+            raise SystemExit(TERMINATED) from None
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _run(command: Callable[[], None]) -> None:
     try:
         command()
     except ModuleNotFoundError as error:
@@ -54,7 +91,7 @@ def run_command(command: Callable[[], None]) -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 EXTRAS = {

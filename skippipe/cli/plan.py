@@ -235,7 +235,7 @@ def compare(
         print(f"written to {output}/")
 
 
-def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: list[bool]) -> tuple[Plan, float]:
+def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: list[int]) -> tuple[Plan, float]:
     """The plan, and the seconds it took to find."""
     from skippipe.planner.request import Strategy
     from skippipe.planner.strategies import make_plan
@@ -254,7 +254,7 @@ def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: 
 
 
 @contextmanager
-def _on_terminal(request: PlanRequest, strategy: str, stopped: list[bool]) -> Iterator[PlanRequest]:
+def _on_terminal(request: PlanRequest, strategy: str, stopped: list[int]) -> Iterator[PlanRequest]:
     """The request with its progress on the terminal, and Ctrl-C as its end."""
     with plan_progress(strategy) as progress:
         yield replace(request, progress=progress, stopped=lambda: bool(stopped))

@@ -85,13 +85,16 @@ class CoordinatorServer:
         wal: Sequence[Mapping[str, Any]] = (),
         ended: EndedNodes = lambda: (),
         stop_requests: StopRequests = lambda: 0,
+        leaves_nodes: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train; UserError if it cannot be done."""
+        """Train; UserError if it cannot be done. `leaves_nodes`: whether nodes are to wait for another coordinator when
+        this one ends by request."""
         self.machine = Coordinator(self._node_config.plan, settings, self, callback, wal)
         self._listener.fence.term = self.machine.term
         try:
             while not self.machine.over:
                 self._poll(self.machine, poll_s(settings.deadlines.heartbeat.total_seconds()), ended)
+                self.machine.leaves_nodes = leaves_nodes()
                 self.machine.on_stop_requests(stop_requests())
         except BaseException:
             self.machine.fail("the run was ended")
