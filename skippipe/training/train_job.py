@@ -150,7 +150,10 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
     if (budget := run_setup.job.codec_budget) and not run_setup.job.pipeline.plan:
         print(f"codecs for {plan_nats(plan, budget.prices):.2g} nats: {codecs_text(plan)}")
     if run_setup.job.model.weights and not run_setup.resumed:
-        print(f"begins with the weights in {run_setup.job.model.weights}")
+        unsaid = (
+            "" if run_setup.job.sets_paths else "; no stage is skipped, as neither recipe.skip nor pipeline.skip is set"
+        )
+        print(f"begins with the weights in {run_setup.job.model.weights}{unsaid}")
     if run_setup.sampler.summary:
         print(run_setup.sampler.summary)
     if lora := run_setup.spec.lora.rank:
