@@ -156,6 +156,11 @@ def plan(
         print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
         return
     print(plan_grid(found))
+    if options.wire is None and options.gradients is None and options.nats is None:
+        from skippipe.training.job_config import ADVISED
+
+        wire, gradients = ADVISED.values()
+        print(f"\nno codecs were named; to plan for those of 'skippipe job': --wire {wire} --gradients {gradients}")
     if looks:
         print("\nsamples a second, at a first look: "
               + ", ".join(f"{each.samples_per_s:.3g} with {each.microbatches} microbatches" for each in looks)
