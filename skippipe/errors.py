@@ -27,6 +27,11 @@ def first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
+def install_command(extra: str) -> str:
+    """How an extra is installed: pip takes the first for what is installed already, the second where nothing is."""
+    return f"pip install 'skippipe[{extra}]', or '.[{extra}]' in a checkout"
+
+
 def require(package: str, extra: str, purpose: str) -> Any:
     """The imported package; UserError with how to install it if it is missing."""
     try:
@@ -34,9 +39,7 @@ def require(package: str, extra: str, purpose: str) -> Any:
     except ImportError as error:
         if error.name not in (package, None):  # it is there, but something below it is broken
             raise UserError(f"{purpose} needs the package '{package}', which cannot be imported: {error}") from None
-        raise UserError(
-            f"{purpose} needs the package '{package}': install it with pip install 'skippipe[{extra}]'"
-        ) from None
+        raise UserError(f"{purpose} needs the package '{package}': install it with {install_command(extra)}") from None
 
 
 def run_command(command: Callable[[], None]) -> None:
@@ -82,7 +85,7 @@ def _run(command: Callable[[], None]) -> None:
         extra = EXTRAS.get(error.name or "")
         if extra is None:
             raise
-        print(f"error: this needs the package '{error.name}'; pip install 'skippipe[{extra}]'", file=sys.stderr)
+        print(f"error: this needs the package '{error.name}'; {install_command(extra)}", file=sys.stderr)
         raise SystemExit(2) from None
     except BrokenPipeError:
         raise SystemExit(1) from None

@@ -122,7 +122,7 @@ def _software(checked: Checked | None) -> Finding:
         return _wrong(
             "version",
             f"skippipe {__version__} here, {checked.version} at the coordinator; use one version: "
-            f"pip install skippipe=={checked.version}",
+            "install here what is installed there",
         )
     import torch
     import zmq

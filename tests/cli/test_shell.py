@@ -18,7 +18,11 @@ from skippipe.terminal import SearchLog, Trend, interruptible
     [
         (UserError("skip: 'lots' is not a share"), 2, "error: skip: 'lots' is not a share\n"),
         (FileNotFoundError(2, "No such file or directory", "a.json"), 2, "a.json"),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "pip install 'skippipe[train]'"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            2,
+            "pip install 'skippipe[train]', or '.[train]' in a checkout\n",
+        ),
         (ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn"), 2, "pip install 'skippipe[serve]'"),
         (BrokenPipeError(), 1, ""),
         (KeyboardInterrupt(), 130, "interrupted\n"),
