@@ -254,6 +254,8 @@ class _Network:
         yield _ok("key", f"known to the coordinator as '{checked.name}'")
         if checked.closed:
             yield _wrong("invitation", checked.closed)
+        if checked.unplaced:
+            yield _wrong("name", checked.unplaced)
         if checked.other:
             yield _wrong(
                 "name",

@@ -183,9 +183,16 @@ def test_nodes_are_invited_and_one_is_revoked_while_training(
     coordinator, *nodes = many(["train", job], *joining)
     out, *others = keys
     wait_for(lambda: place.has_trained("invited", 3))
+    new = skippipe("node", skippipe("invite", cluster, "--name", "dora").out.strip(), "--key", tmp_path / "dora.key")
+    assert new.code == 2
+    assert only_error(new.err) == (
+        "name: the cluster of the run that goes on has no 'dora': put 'dora' into the cluster file, stop the run with "
+        "Ctrl-C, and go on with --resume"
+    )
     assert skippipe("revoke", cluster, out).out == f"'{out}' is shut out: its key is void\n"
     nodes[0].join(RUN_END_S)
     assert "this node was revoked by the owner of the cluster" in only_error((tmp_path / "1.log").read_text())
+    assert f"that is not there ({out}); or put" in only_error(skippipe("node", "--key", tmp_path / "dora.key").err)
     done = len(place.losses("invited"))
     wait_for(lambda: place.has_trained("invited", done + 3), RUN_END_S)
     stolen = ["node", strings[others[0]], "--key", tmp_path / "thief.key"]
