@@ -62,7 +62,7 @@ class SkipSchedule:
     """The share of stages to skip over the run: "1/3"; "1/3 until 90%, 0" (the whole model in the end); "9 x 1/3 + 0"
     (the whole model in every tenth iteration); "0 & 2 x 1/2" (in every iteration a third of the microbatches goes
     through the whole model, the others skip half). Empty: pipeline.skip, all along; if that is empty too, a third
-    until 65% of the run, then nothing."""
+    until 65% of the run, then nothing; with model.weights, nothing all along."""
     grow: str = ""
     """Until this share of the run, as in "65%", all microbatches skip the same stages; these are then made as copies of
     trained ones. So a smaller model is trained first, and grows. Empty: all stages are there from the start."""

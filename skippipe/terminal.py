@@ -1,4 +1,4 @@
-"""Commands on a terminal: progress bars, tables, and Ctrl-C that asks long work to end."""
+"""Commands on a terminal: progress bars, tables, and Ctrl-C that asks long work to end, as SIGTERM does."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ STALLED_S = 5.0  # without a better plan: from then on a search is not called im
 
 
 @contextmanager
-def interruptible(times: int = 1) -> Iterator[list[bool]]:
-    """Ctrl-C, so many times, makes the list longer, which stops the work; once more ends the program."""
-    stopped: list[bool] = []
+def interruptible(times: int = 1) -> Iterator[list[int]]:
+    """Ctrl-C, so many times, makes the list of signals longer, which stops the work; once more ends the program."""
+    stopped: list[int] = []
 
-    def stop(*_: object) -> None:
+    def stop(number: int, _frame: object) -> None:
         if len(stopped) == times:
             raise KeyboardInterrupt
-        stopped.append(True)
+        stopped.append(number)
 
     before = signal.signal(signal.SIGINT, stop)
     try:

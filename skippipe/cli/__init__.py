@@ -1,4 +1,4 @@
-"""The `skippipe` command. Exit codes: 0 done, 1 the plan breaks a rule, 2 bad input, 130 interrupted."""
+"""The `skippipe` command. Exit codes: 0 done, 1 the plan breaks a rule, 2 bad input, 130 Ctrl-C, 143 SIGTERM."""
 
 from __future__ import annotations
 

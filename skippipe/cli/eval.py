@@ -202,7 +202,7 @@ def score(
 ) -> None:
     """Score a model, whole or with stages missing, on questions made of a text.
 
-    The lm-evaluation-harness asks (pip install 'skippipe\\[harness]'); nothing is downloaded. Every value comes with
+    The lm-evaluation-harness asks (the extra harness); nothing is downloaded. Every value comes with
     its standard error, and with what guessing would get; every subset has a column.
 
     n: questions. acc: share of right answers, where the likeliest one counts as the answer. acc_norm: the same by

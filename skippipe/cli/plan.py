@@ -155,6 +155,11 @@ def plan(
         print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
         return
     print(plan_grid(found))
+    if options.wire is None and options.gradients is None and options.nats is None:
+        from skippipe.training.job_config import ADVISED
+
+        wire, gradients = ADVISED.values()
+        print(f"\nno codecs were named; to plan for those of 'skippipe job': --wire {wire} --gradients {gradients}")
     if looks:
         print("\nsamples a second, at a first look: "
               + ", ".join(f"{each.samples_per_s:.3g} with {each.microbatches} microbatches" for each in looks)
@@ -234,7 +239,7 @@ def compare(
         print(f"written to {output}/")
 
 
-def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: list[bool]) -> tuple[Plan, float]:
+def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: list[int]) -> tuple[Plan, float]:
     """The plan, and the seconds it took to find."""
     from skippipe.planner.problem import Strategy
     from skippipe.planner.strategies import make_plan
@@ -253,7 +258,7 @@ def search_plan(problem: Problem, strategy: str, request: PlanRequest, stopped: 
 
 
 @contextmanager
-def _on_terminal(request: PlanRequest, strategy: str, stopped: list[bool]) -> Iterator[PlanRequest]:
+def _on_terminal(request: PlanRequest, strategy: str, stopped: list[int]) -> Iterator[PlanRequest]:
     """The request with its progress on the terminal, and Ctrl-C as its end."""
     with plan_progress(strategy) as progress:
         yield replace(request, progress=progress, stopped=lambda: bool(stopped))

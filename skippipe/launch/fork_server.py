@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-STOP_S = 4.0  # from SIGTERM to SIGKILL
+STOP_S = 4.0  # for processes that were killed to be gone
 POLL_S = 0.05  # between two polls of a process whose end cannot be waited for
 STANDBY: dict[str, Any] = {"standby": True}
 """The request to fork another fork server."""
@@ -176,11 +176,10 @@ class ProcessPool:
         for server in self._servers:
             with contextlib.suppress(OSError):
                 server.socket.shutdown(socket.SHUT_WR)
-        for signal_number in (signal.SIGTERM, signal.SIGKILL):
-            for name, parent in self._parents.items():
-                if parent is None:
-                    self._processes[name].signal(signal_number)
-            self._wait(time.monotonic() + STOP_S + POLL_S)
+        for name, parent in self._parents.items():
+            if parent is None:
+                self._processes[name].signal(signal.SIGKILL)
+        self._wait(time.monotonic() + STOP_S + POLL_S)
         for server in list(self._servers):  # frozen, perhaps
             for name in [name for name, parent in self._parents.items() if parent is server]:
                 self._processes[name].signal(signal.SIGKILL)
@@ -311,7 +310,8 @@ def _run_and_exit(work: Callable[[], int]) -> NoReturn:
 
 def _serve(server: _Server) -> int:
     """What the process of a fork server does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the owner decides what it means
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the owner decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     server.wakeup = os.pipe()
     wakeup_read, wakeup_write = server.wakeup
@@ -377,17 +377,14 @@ def _reaped() -> list[tuple[int, int]]:
 
 
 def _end(nodes: set[int], wakeup_read: int) -> None:
-    """Send SIGTERM to nodes, then SIGKILL to those that are still there."""
-    for signal_number in (signal.SIGTERM, signal.SIGKILL):
-        for pid in nodes:
-            os.kill(pid, signal_number)  # it is there, at least as a zombie, until we have reaped it
-        deadline = time.monotonic() + STOP_S
-        while nodes and time.monotonic() < deadline:
-            nodes -= {pid for pid, _ in _reaped()}
-            if nodes and _ready([wakeup_read], max(0.0, deadline - time.monotonic())):
-                os.read(wakeup_read, 4096)
-        if not nodes:
-            return
+    """Kill nodes, and wait until they are gone. They hold nothing that a handler of their own would have to save."""
+    for pid in nodes:
+        os.kill(pid, signal.SIGKILL)  # it is there, at least as a zombie, until we have reaped it
+    deadline = time.monotonic() + STOP_S
+    while nodes and time.monotonic() < deadline:
+        nodes -= {pid for pid, _ in _reaped()}
+        if nodes and _ready([wakeup_read], max(0.0, deadline - time.monotonic())):
+            os.read(wakeup_read, 4096)
 
 
 def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> int:

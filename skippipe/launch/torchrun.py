@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # torch and kernels are imported when the command has set up 
     from skippipe.runtime.node.interfaces import Roles
     from skippipe.transport.mailbox import Security
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STORE_TIMEOUT = timedelta(minutes=5)
 """Within which torchrun's store must answer."""
 RANK_TIMEOUT = timedelta(minutes=10)
@@ -135,7 +136,8 @@ def run_rank(rank: Rank, roles: Roles, tokens: Path | None) -> None:
     pair = KeyPair.new()
     store.set(f"rank {rank.number}", json.dumps({"public": pair.public, "host": own_address(rank.master)}))
     config = _wait(store, f"join config {rank.number}", "from rank 0", PLAN_TIMEOUT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every rank; rank 0 decides what it means
+    for number in SIGNALS:  # they reach every rank; rank 0 decides what they mean
+        signal.signal(number, signal.SIG_IGN)
     keys = [pair.public, pair.secret] if config["security"] == "curve" else None
     settings = _machine_settings(config["coordinator"], config["devices"], rank, tokens)
     if reason := node_main(roles, {**config, **settings, "keys": keys}):
@@ -154,7 +156,8 @@ def _machine_settings(coordinator: str, device: str, rank: Rank, tokens: Path | 
 def _wait(store: Store, key: str, what: str, timeout: timedelta) -> dict[str, Any]:
     from torch.distributed import DistNetworkError, DistStoreError
 
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # a store that waits does not notice Python's handlers
+    # a store that waits does not notice Python's handlers
+    handlers = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     try:
         store.wait([key], timeout)
         return dict(json.loads(store.get(key)))
@@ -163,4 +166,5 @@ def _wait(store: Store, key: str, what: str, timeout: timedelta) -> dict[str, An
     except DistStoreError:
         raise UserError(f"waited {timeout.total_seconds():.0f} s for {key} {what}") from None
     finally:
-        signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -122,7 +122,7 @@ def _software(checked: Checked | None) -> Finding:
         return _wrong(
             "version",
             f"skippipe {__version__} here, {checked.version} at the coordinator; use one version: "
-            f"pip install skippipe=={checked.version}",
+            "install here what is installed there",
         )
     import torch
     import zmq
@@ -254,6 +254,8 @@ class _Network:
         yield _ok("key", f"known to the coordinator as '{checked.name}'")
         if checked.closed:
             yield _wrong("invitation", checked.closed)
+        if checked.unplaced:
+            yield _wrong("name", checked.unplaced)
         if checked.other:
             yield _wrong(
                 "name",

@@ -106,11 +106,15 @@ class StageCoverage:
     missing: tuple[int, ...] = ()
     """Numbers of the stages that are not there, or without which something was computed."""
 
+    broken_hops: tuple[tuple[int, int], ...] = ()
+    """Stages of which no node of the first reaches a node of the second."""
+
     def __str__(self) -> str:
         return f"{self.stages}/{self.total}"
 
     def to_json(self) -> dict[str, Any]:
-        return {"stages": self.stages, "of": self.total, "missing": list(self.missing)}
+        found = {"stages": self.stages, "of": self.total, "missing": list(self.missing)}
+        return found | ({"broken_hops": [list(hop) for hop in self.broken_hops]} if self.broken_hops else {})
 
 
 class RequestRefused(Exception):
@@ -190,7 +194,7 @@ class AsyncEngine:
 
     def coverage(self) -> StageCoverage:
         missing = tuple(stage for stage, nodes in enumerate(self.stage_nodes()) if not nodes)
-        return StageCoverage(self.gateway.covered_stages, self.gateway.stages, missing)
+        return StageCoverage(self.gateway.covered_stages, self.gateway.stages, missing, self.gateway.broken_hops)
 
     def stage_nodes(self) -> Sequence[int]:
         return self.gateway.stage_nodes

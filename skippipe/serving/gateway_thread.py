@@ -100,6 +100,8 @@ class GatewayThread:
         """Numbers of lost nodes, broken links and failed steps, for the metrics."""
         self.covered_stages = 0
         """Stages that are there for the next answer; 0 where none can be given. To be read by other threads."""
+        self.broken_hops: tuple[tuple[int, int], ...] = ()
+        """Stages from one to the other of which nothing can be sent. To be read by other threads."""
         self.stage_nodes: tuple[int, ...] = (0,) * self.stages
         """Live nodes of every stage. To be read by other threads."""
         self.stats: dict[str, float] = {}
@@ -183,7 +185,9 @@ class GatewayThread:
                 self._callback.happened(f"{event.kind}: '{event.name}' {event.text}")
         self._scheduler.tick()
         scheduler = self._scheduler
-        self.covered_stages = int(scheduler.coverage * self.stages) if scheduler.is_ready else 0
+        can_answer = scheduler.is_ready and scheduler.reach.has_route
+        self.covered_stages = int(scheduler.coverage * self.stages) if can_answer else 0
+        self.broken_hops = scheduler.reach.broken_hops
         self.stage_nodes = tuple(map(len, scheduler.holders))
         self.stats = {
             "num_requests_running": float(scheduler.num_running),
@@ -237,7 +241,7 @@ class GatewayThread:
                 self._step_failed(node, control)
             case LinkDown() if control.peer in self._names:
                 self._events["broken_links"] += 1
-                self._scheduler.link_broken(node, control.peer)
+                self._scheduler.link_reported(node, control.peer)
             case Failed():
                 self._rendezvous.declare_lost(name, control.reason)
             case Heartbeat():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
 import sys
 import time
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     import uvicorn
 
 
-TERMINATED = 128 + signal.SIGTERM  # exit status, as shells have it
 BACKLOG = 1024
 RESTART_S, MAX_RESTART_S = 1.0, 60.0  # before a node is started again; doubled with every early exit in a row
 EARLY_EXIT_S = 60.0  # an exit sooner after the start is an early one
@@ -120,12 +118,11 @@ class ServeApp(GatewayCallback):
         self._address = ""
 
     def run(self) -> None:
-        """Serves until it is stopped: by KeyboardInterrupt, or SystemExit for SIGTERM."""
+        """Serves until it is stopped by KeyboardInterrupt."""
         with ExitStack() as stack:
             listening = stack.enter_context(_listening(self._config.host, self._config.port))
             self._address = f"http://{join_address(self._config.host, listening.getsockname()[1])}"
             launcher = stack.enter_context(closing(self._launcher()))
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))  # after the fork: nodes have their own
             endpoints = launcher.prepare()
             gateway = GatewayThread(
                 self._node_config,

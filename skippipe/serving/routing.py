@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from skippipe.cluster import Cluster
 from skippipe.codecs import CODECS
@@ -80,6 +80,24 @@ def fastest_route(
         best = found
     whole_s, path = min((so_far_s + cost.hop_s(last, start), path) for last, (so_far_s, path) in best.items())
     return path if whole_s < inf else None
+
+
+class Reach(NamedTuple):
+    """Whether the nodes that hold stages reach each other, so that there is a route."""
+
+    has_route: bool = False
+    broken_hops: tuple[tuple[int, int], ...] = ()
+    """Stage and the next one that is held, if no node of the one reaches any node of the other."""
+
+
+def reach_of(holders: Sequence[Sequence[int]], cost: RouteCost) -> Reach:
+    held = [stage for stage, nodes in enumerate(holders) if nodes]
+    broken = (
+        (a, b)
+        for a, b in circle(held)
+        if all(cost.hop_s(sender, receiver) == inf for sender in holders[a] for receiver in holders[b])
+    )
+    return Reach(any(fastest_route(holders, cost, {}, start) for start in holders[0]), tuple(broken))
 
 
 def links(path: Sequence[int]) -> set[frozenset[int]]:

@@ -21,7 +21,8 @@ from math import inf
 from typing import Protocol
 
 from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
-from skippipe.serving.routing import RouteCost, ServingRoute, UniformCost, fastest_route, links
+from skippipe.runtime.rendezvous import APART_S
+from skippipe.serving.routing import Reach, RouteCost, ServingRoute, UniformCost, fastest_route, links, reach_of
 
 LOST_STEP_PENALTY = 10  # times longer that a link seems, for every step that was lost on a route over it
 MAX_FAILED_STEPS = 3  # steps of a sequence that nodes may report as failed
@@ -186,7 +187,12 @@ class Scheduler:
     _routes: dict[int, ServingRoute] = field(default_factory=dict)
     _steps: dict[int, ServingStep] = field(default_factory=dict)
     """Steps in flight, by their number."""
-    _broken_links: set[frozenset[int]] = field(default_factory=set)
+    _broken_links: dict[frozenset[int], float] = field(default_factory=dict)
+    """Link → when it is tried again, on the environment's clock; infinite: when something has changed."""
+    _broken_s: dict[frozenset[int], float] = field(default_factory=dict)
+    """Link that nodes have reported → how long it was or is not to be tried."""
+    _reach: Reach | None = None
+    """None: nodes or links have changed since it was found out."""
     _lost_steps: Counter[frozenset[int]] = field(default_factory=Counter)
     """Link → how many steps in a row were lost on routes over it."""
     _numbers: Counter[str] = field(default_factory=Counter)
@@ -232,29 +238,41 @@ class Scheduler:
             self.node_lost(node)
         self.stage_of[node] = stage
         self._lost_stages_ns.pop(stage, None)
-        self._broken_links = {link for link in self._broken_links if node not in link}
+        self._broken_links = {link: until_ns for link, until_ns in self._broken_links.items() if node not in link}
+        self._broken_s = {link: wait_s for link, wait_s in self._broken_s.items() if node not in link}
+        self._reach = None
         if self.coverage == 1:
             self._startup_until_ns = None
         self._schedule()
 
     def node_lost(self, node: int) -> None:
         stage = self.stage_of.pop(node, None)
+        self._reach = None
         if stage is not None and stage not in self.stage_of.values():
             self._lost_stages_ns[stage] = self.env.now_ns()
         for route in [each for each in self._routes.values() if node in each.path]:
             self._abandon(route)
         self._schedule()
 
-    def link_broken(self, a: int, b: int) -> None:
+    def link_reported(self, a: int, b: int) -> None:
+        """A node reports that it does not reach another, perhaps for a moment: they try again after a growing wait."""
+        link = frozenset((a, b))
+        if link not in self._broken_links:
+            self._broken_s[link] = min(2 * self._broken_s.get(link, APART_S[0] / 2), APART_S[1])
+            self.link_broken(a, b, self.env.now_ns() + 1e9 * self._broken_s[link])
+
+    def link_broken(self, a: int, b: int, until_ns: float = inf) -> None:
         """Two live nodes cannot reach each other."""
-        self._broken_links.add(frozenset((a, b)))
+        self._broken_links[frozenset((a, b))] = until_ns
+        self._reach = None
         for route in [each for each in self._routes.values() if {a, b} in links(each.path)]:
             self._abandon(route)
         self._schedule()
 
     def link_mended(self, a: int, b: int) -> None:
         """Two nodes can reach each other again."""
-        self._broken_links.discard(frozenset((a, b)))
+        self._broken_links.pop(frozenset((a, b)), None)
+        self._reach = None
         self._schedule()
 
     def sampled(self, number: int, tokens: Sequence[int], node: int, logprobs: Sequence[TokenLogprobs] = ()) -> None:
@@ -273,6 +291,7 @@ class Scheduler:
         step.route.step = None
         for link in links(step.route.path):
             self._lost_steps.pop(link, None)
+            self._broken_s.pop(link, None)
         for row, token, pairs in rows:
             sequence = row.sequence
             if sequence.route != step.route.number:  # it was cancelled meanwhile
@@ -304,6 +323,8 @@ class Scheduler:
         now_ns = self.env.now_ns()
         if self._startup_until_ns is not None and now_ns >= self._startup_until_ns:
             self._startup_until_ns = None
+        for a, b in [link for link, until_ns in self._broken_links.items() if now_ns >= until_ns]:
+            self.link_mended(a, b)
         late_ns = now_ns - _ns(self.settings.step_timeout)
         for route in [each for each in self._routes.values() if each.step is not None and each.step_began_ns < late_ns]:
             self._lost_steps.update(links(route.path))
@@ -345,6 +366,13 @@ class Scheduler:
     def is_ready(self) -> bool:
         """Are there stages enough to answer with?"""
         return self._startup_until_ns is None and self.coverage > 0 and self.coverage >= self.settings.min_coverage
+
+    @property
+    def reach(self) -> Reach:
+        """Whether a new request would find a route through the stages that are held."""
+        if self._reach is None:
+            self._reach = reach_of(self.holders, self)
+        return self._reach
 
     def _schedule(self) -> None:
         """Puts waiting sequences on routes with room, and starts a step on every route without one in flight."""

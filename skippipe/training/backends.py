@@ -10,7 +10,7 @@ from pathlib import Path
 
 from skippipe.checkpoint.manager import StateReader
 from skippipe.codecs import encode
-from skippipe.errors import UserError
+from skippipe.errors import UserError, install_command
 from skippipe.launch.launcher import JoinLauncher
 from skippipe.model.model_spec import parse_devices
 from skippipe.plan import Plan
@@ -110,7 +110,7 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
 def ray(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """One Ray actor a node."""
     if find_spec("ray") is None:
-        raise UserError("--engine ray: needs Ray; pip install 'skippipe[ray]'")
+        raise UserError(f"--engine ray: needs Ray; {install_command('ray')}")
     from skippipe.launch.ray_actors import RayLauncher
 
     run, job = run_setup.run, run_setup.job

@@ -101,7 +101,8 @@ class PipelineConfig:
     """Stages of the pipeline; 0: 6, or 4 under 12 nodes."""
     skip: str = ""
     """The share of stages that a microbatch leaves out, all along: "1/3", "25%". Where it changes over the run,
-    recipe.skip says it instead; if neither says anything: a third until 65% of the run, then nothing."""
+    recipe.skip says it instead; if neither says anything: a third until 65% of the run, then nothing; with
+    model.weights, nothing all along."""
     layers: str = ""
     """Layers of each stage, as in "3,5,4"; empty: as even as can be."""
     max_slots: Annotated[int, SLOTS] = 3
@@ -393,10 +394,16 @@ class JobConfig:
 
     @property
     def followed(self) -> SkipSchedule:
-        """The recipe, with the default schedule if the job has none."""
+        """The recipe, with the default schedule if the job has none: a model that exists may never have been trained
+        with stages missing."""
+        default = "0" if self.model.weights else USUAL
+        return self.recipe if self.sets_paths else replace(self.recipe, skip=default)
+
+    @property
+    def sets_paths(self) -> bool:
+        """Does the job say how many stages paths have?"""
         pipeline = self.pipeline
-        set_here = self.recipe.phases or pipeline.skip or pipeline.plan or pipeline.strategy == "dtfm"
-        return self.recipe if set_here else replace(self.recipe, skip=USUAL)
+        return bool(self.recipe.phases or pipeline.skip or pipeline.plan or pipeline.strategy == "dtfm")
 
     @property
     def codec_budget(self) -> CodecBudget | None:

@@ -50,6 +50,8 @@ class RunOptions:
     """Id of the run, which all its files repeat; files with another one are not touched."""
     rescue: Rescue = lambda: None
     """Where the model and the last checkpoint go if the output folder cannot be written."""
+    leaves_nodes: Callable[[], bool] = lambda: False
+    """Whether nodes that joined by themselves wait for another coordinator when this one ends by request."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,12 @@ class Run(RunOptions):
 
         threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
         server.run(
-            self.resumed_settings, callback, wal=self.recovered_records, ended=ended, stop_requests=stop_requests
+            self.resumed_settings,
+            callback,
+            wal=self.recovered_records,
+            ended=ended,
+            stop_requests=stop_requests,
+            leaves_nodes=lambda: self.nodes_join and self.leaves_nodes(),
         )
         self.close(callback)
         self.wal.close()

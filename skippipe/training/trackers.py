@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from skippipe.errors import UserError
+from skippipe.errors import UserError, install_command
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, ValidationReport
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def check_trackers(config: ReportConfig) -> None:
         (bool(config.mlflow), "mlflow", "mlflow"),
     ):
         if wanted and find_spec(package) is None:
-            raise UserError(f"report.{name}: needs another package; pip install 'skippipe[{name}]'")
+            raise UserError(f"report.{name}: needs another package; {install_command(name)}")
     if config.prometheus:
         try:
             socket.create_server(("127.0.0.1", config.prometheus)).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Iterator
@@ -111,7 +112,7 @@ def begin_run(folder: RunFolder, run_setup: RunSetup) -> None:
 
 
 def build_setup(
-    wanted: JobConfig, stopped: list[bool], nodes_here: bool, resumed: bool, drills: frozenset[int], folder: RunFolder
+    wanted: JobConfig, stopped: list[int], nodes_here: bool, resumed: bool, drills: frozenset[int], folder: RunFolder
 ) -> RunSetup:
     from skippipe.planner.problem import PlanRequest, Strategy
     from skippipe.training.build_run import build_run
@@ -124,7 +125,13 @@ def build_setup(
             reading=lambda what, share: progress(what, share, None),
             request=request,
             nodes_here=nodes_here,
-            options=RunOptions(resumed=resumed, drills=drills, run_id=folder.run_id, rescue=folder.rescue),
+            options=RunOptions(
+                resumed=resumed,
+                drills=drills,
+                run_id=folder.run_id,
+                rescue=folder.rescue,
+                leaves_nodes=lambda: signal.SIGTERM in stopped,
+            ),
         )
 
 
@@ -143,7 +150,10 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
     if (budget := run_setup.job.codec_budget) and not run_setup.job.pipeline.plan:
         print(f"codecs for {plan_nats(plan, budget.prices):.2g} nats: {codecs_text(plan)}")
     if run_setup.job.model.weights and not run_setup.resumed:
-        print(f"begins with the weights in {run_setup.job.model.weights}")
+        unsaid = (
+            "" if run_setup.job.sets_paths else "; no stage is skipped, as neither recipe.skip nor pipeline.skip is set"
+        )
+        print(f"begins with the weights in {run_setup.job.model.weights}{unsaid}")
     if run_setup.sampler.summary:
         print(run_setup.sampler.summary)
     if lora := run_setup.spec.lora.rank:

@@ -79,6 +79,8 @@ class NodeNeeds:
 
     device: str = ""
     memory_bytes: int = 0
+    unplaced: str = ""
+    """Why no node of this name can take part; empty: one can."""
 
 
 class AdmissionServer:
@@ -292,7 +294,8 @@ class AdmissionServer:
         other = self._at_work().get(name, "")
         if ":" not in other or other == request.address or reach(other, CALL_S).failure:
             other = ""  # none, one that cannot be called, the same node, or one that is gone and will be missed
-        return Checked(name, __version__, self._clock(), closed, other, needs.device, needs.memory_bytes)
+        found = needs.device, needs.memory_bytes, needs.unplaced
+        return Checked(name, __version__, self._clock(), closed, other, *found)
 
     def _log(self, kind: Literal["admitted", "refused", "checked"], text: str, name: str) -> None:
         self._events.put(AdmissionEvent(kind, text, name))

@@ -37,7 +37,7 @@ from itertools import count
 
 from skippipe.errors import UserError
 from skippipe.transport.addresses import CONNECT_S, Place, callback_ports, join_address, split_all, tcp_server
-from skippipe.transport.streams import StreamLoop, dial, set_options
+from skippipe.transport.streams import StreamLoop, dial
 from skippipe.transport.token_gate import (
     BACKLOG,
     MAGIC,
@@ -117,17 +117,8 @@ class Callbacks:
             for old in [each for each in ports if each and port]:
                 self._forget(ports.pop(old))
             listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-            listening.setblocking(False)
             ports[port] = listening
-
-            def begin() -> None:
-                self._loop.watch(
-                    listening,
-                    selectors.EVENT_READ,
-                    lambda: self._accept(listening, lambda stream: self._wait(peer, stream, port)),
-                )
-
-            self._loop.call(begin)
+            self._loop.call(lambda: self._loop.accept(listening, lambda stream: self._wait(peer, stream, port)))
         return str(ports[port].getsockname()[0]), int(ports[port].getsockname()[1])
 
     def release(self, peer: str, linger_s: float) -> None:
@@ -217,12 +208,6 @@ class Callbacks:
         self._loop.close(linger_s)
 
     # In the loop's thread: the caller
-
-    def _accept(self, listening: socket.socket, then: Callable[[socket.socket], None]) -> None:
-        with suppress(OSError):
-            stream, _ = listening.accept()
-            set_options(stream)
-            then(stream)
 
     def _forget(self, listening: socket.socket) -> None:
         self._loop.call(lambda: self._loop.drop(listening))

@@ -124,6 +124,8 @@ class Checked(Reply, frozen=True):
     """What the job computes on; empty: not known."""
     memory_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
     """What the plan needs on this node; 0: not known."""
+    unplaced: str = ""
+    """Why a member of this name cannot take part in the run that goes on; empty: it can."""
 
 
 class Called(Reply, frozen=True):

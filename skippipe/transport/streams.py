@@ -35,6 +35,7 @@ BUFFER_BYTES = 2**19
 MOST_SPARE_BUFFERS = 16  # that are kept for the next direction that carries something
 HALF_CLOSED_S = 5.0  # for the other direction, when one has ended
 CLOSE_S = 2.0  # for the thread to end when it was told to
+ACCEPT_AGAIN_S = 1.0  # from a stream that could not be taken, as where file descriptors have run out, to the next try
 RACE_S = 0.25  # that an address has before the next one is tried beside it (RFC 8305, section 8)
 
 Handler: TypeAlias = Callable[[], object]
@@ -161,6 +162,26 @@ class StreamLoop:
 
     def after(self, seconds: float, what: Handler) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), what))
+
+    def accept(self, listening: socket.socket, then: Callable[[socket.socket], None]) -> None:
+        """Take the streams that come in there."""
+
+        def come() -> None:
+            try:
+                stream, _ = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionError):
+                return
+            except OSError as error:  # the stream waits in the queue, and would be reported at once, again and again
+                log.warning("a stream cannot be taken, and is tried again in %g s: %s", ACCEPT_AGAIN_S, error)
+                self.watch(listening, 0, _nothing)
+                self.after(ACCEPT_AGAIN_S, lambda: self.accept(listening, then))
+                return
+            set_options(stream)
+            then(stream)
+
+        if listening.fileno() >= 0:
+            listening.setblocking(False)
+        self.watch(listening, selectors.EVENT_READ, come)
 
     def connect(self, where: tuple[str, int], then: Callable[[socket.socket | None], None]) -> None:
         """Connect to a numeric address of this machine; None if there is no answer within CONNECT_S."""

@@ -12,10 +12,9 @@ import selectors
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Generic, TypeVar
 
-from skippipe.transport.streams import StreamLoop, set_options
+from skippipe.transport.streams import StreamLoop
 
 MAGIC = b"SKPC"
 TOKEN_BYTES = 32
@@ -50,8 +49,7 @@ class TokenGate(Generic[Meaning]):
 
     def open(self, listening: socket.socket) -> None:
         """Take streams there."""
-        listening.setblocking(False)
-        self._loop.watch(listening, selectors.EVENT_READ, lambda: self._accept(listening))
+        self._loop.accept(listening, self.greet)
 
     def expect(self, token: bytes, meaning: Meaning) -> None:
         self.expected[token] = meaning
@@ -68,12 +66,6 @@ class TokenGate(Generic[Meaning]):
         came = bytearray()
         self._loop.after(PREFACE_S, lambda: self._refuse(stream) if len(came) < PREFACE.size else None)
         self._loop.watch(stream, selectors.EVENT_READ, lambda: self._read(stream, came))
-
-    def _accept(self, listening: socket.socket) -> None:
-        with suppress(OSError):
-            stream, _ = listening.accept()
-            set_options(stream)
-            self.greet(stream)
 
     def _read(self, stream: socket.socket, came: bytearray) -> None:
         try:

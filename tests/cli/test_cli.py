@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from skippipe.cli.plan import Gains
 from skippipe.plan import Plan
+from skippipe.training.job_config import load_job
 from tests.helpers.processes import Command
 
 
@@ -48,6 +50,20 @@ def test_plan_check_simulate_show(skippipe: Command, tmp_path: Path) -> None:
     assert (tmp_path / "p.html").stat().st_size > 100_000
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert skippipe("show", file, "--json").json == ran.json["plan"]
+
+
+def test_how_to_plan_for_the_codecs_of_new_jobs_is_said(skippipe: Command, tmp_path: Path) -> None:
+    words = ("plan", "regions:9", "--strategy", "dtfm-skip")
+    said = skippipe(*words).out
+    assert "codecs: hops bf16; weight gradients fp32\n" in said
+    found = re.search(r"to plan for those of 'skippipe job': (.*)", said)
+    assert found is not None
+    advised = found[1].split()
+    planned = skippipe(*words, *advised, "--json").json["plan"]["workload"]
+    assert skippipe("job", "-o", tmp_path / "job.toml").code == 0
+    job = load_job(tmp_path / "job.toml")
+    assert (planned["wire_dtype"], planned["gradient_dtype"]) == (job.transport.wire, job.averaging.dtype)
+    assert "no codecs were named" not in skippipe(*words, *advised).out
 
 
 def test_check_names_violations_and_exits_with_1(skippipe: Command, tmp_path: Path) -> None:

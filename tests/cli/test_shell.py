@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from skippipe.errors import UserError, first_line, run_command
-from skippipe.terminal import SearchLog, Trend
+from skippipe.terminal import SearchLog, Trend, interruptible
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,11 @@ from skippipe.terminal import SearchLog, Trend
     [
         (UserError("skip: 'lots' is not a share"), 2, "error: skip: 'lots' is not a share\n"),
         (FileNotFoundError(2, "No such file or directory", "a.json"), 2, "a.json"),
-        (ModuleNotFoundError("No module named 'torch'", name="torch"), 2, "pip install 'skippipe[train]'"),
+        (
+            ModuleNotFoundError("No module named 'torch'", name="torch"),
+            2,
+            "pip install 'skippipe[train]', or '.[train]' in a checkout\n",
+        ),
         (ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn"), 2, "pip install 'skippipe[serve]'"),
         (BrokenPipeError(), 1, ""),
         (KeyboardInterrupt(), 130, "interrupted\n"),
@@ -34,6 +39,26 @@ def test_how_it_ends(raised: BaseException, code: int, said: str, capsys: pytest
     shown = capsys.readouterr().err
     assert said in shown
     assert shown.count("\n") == bool(said), "one line"
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_sigterm_is_ctrl_c_but_for_the_exit_code(ignored: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        with interruptible() as stopped:
+            signal.raise_signal(signal.SIGTERM)
+        assert stopped == [signal.SIGTERM], "work that ends in order"
+        signal.raise_signal(signal.SIGTERM)
+
+    ctrl_c, sigterm = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+        with pytest.raises(SystemExit) as end:
+            run_command(command)
+    finally:
+        signal.signal(signal.SIGINT, ctrl_c)
+    assert end.value.code == 143
+    assert capsys.readouterr().err == "interrupted\n"
+    assert signal.getsignal(signal.SIGTERM) is sigterm
 
 
 def test_a_module_of_ours_that_is_missing_is_a_bug() -> None:

@@ -162,7 +162,8 @@ class Trainer:
         self.learning: Json = LEARNING | job.get("learning", {})
         pipeline = job.get("pipeline", {})
         unsaid = not pipeline.get("skip") and not pipeline.get("plan") and pipeline.get("strategy") != "dtfm"
-        self.skip: str = self.recipe["skip"] or (USUAL_SKIP if unsaid else "")
+        default = "0" if job.get("model", {}).get("weights") else USUAL_SKIP
+        self.skip: str = self.recipe["skip"] or (default if unsaid else "")
         self.plans = plans
         self.workload: Json = plans[0]["workload"]
         self.microbatches = int(self.workload["microbatches"])

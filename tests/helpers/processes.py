@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from skippipe.checkpoint.format import Checkpoints
+
 READY_S = 90.0  # for what is waited for to be said on a busy machine; a few seconds on an idle one
 END_S = 30.0
 RUN_END_S = 120.0  # for a run to end on a busy machine; each takes some 10 s on an idle one
@@ -133,6 +135,11 @@ class Place:
     def has_trained(self, name: str, iterations: int) -> bool:
         metrics = self.folder / name / "metrics.jsonl"
         return metrics.exists() and len(metrics.read_text().splitlines()) >= iterations
+
+    def saved(self, name: str) -> int:
+        """Iterations of the newest checkpoint."""
+        found = Checkpoints.of_run(self.folder / name).newest_sound()
+        return found.manifest.iterations if found else 0
 
     def is_trained(self, name: str) -> bool:
         model = self.folder / name / "model"

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import skippipe.launch.fork_server
 from skippipe.launch.fork_server import ProcessPool
 from tests.helpers.processes import RUN_END_S, alive, owner, wait_for
 
@@ -24,9 +23,7 @@ def misbehave(told: dict[str, Any]) -> int:
     print(f"told to {what}", flush=True)
     if what == "crash":
         raise ValueError("as I was told")
-    if what in ("stay", "wait"):
-        if what == "stay":
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if what == "stay":
         print("staying", flush=True)
         while True:
             signal.pause()
@@ -37,7 +34,6 @@ def tend(folder: Path) -> None:
     assert isinstance(sys.stdout, TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=False, write_through=False)
     print("not for the nodes", end="")  # stands in the buffer when the nursery forks
-    skippipe.launch.fork_server.STOP_S = 1.0
     pool = ProcessPool(misbehave, folder / "logs")
     for what in ("0", "7", "crash", "stay"):
         pool.start(f"a/{what}", {"what": what})
@@ -46,9 +42,8 @@ def tend(folder: Path) -> None:
     while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
         pool.poll()
         time.sleep(0.01)
-    began = time.monotonic()
     pool.close()
-    found = {"ended": pool.ended, "pids": pool.pids, "closed_s": time.monotonic() - began}
+    found = {"ended": pool.ended, "pids": pool.pids}
     (folder / "found").write_text(json.dumps(found))
 
 
@@ -59,7 +54,6 @@ def test_a_pool_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "found").read_text())
     assert found["ended"] == {"a/0": 0, "a/7": 7, "a/crash": 1}
     assert not any(alive(pid) for pid in found["pids"].values())
-    assert 1 <= found["closed_s"] < 5, "asked, waited for, forced"
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert logs["a_7.log"] == "told to 7\n"
     assert "ValueError: as I was told" in logs["a_crash.log"]
@@ -74,7 +68,7 @@ def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:
 
 
 def start_and_lose_its_parent(pool: ProcessPool, name: str) -> None:
-    pool.start(name, {"what": "wait"})
+    pool.start(name, {"what": "stay"})
     look_until(pool, lambda: name in pool.pids and len(pool.servers) == 2)
     lost = pool.servers[0]
     os.kill(lost, signal.SIGKILL)
@@ -91,7 +85,7 @@ def lose_fork_servers(folder: Path) -> None:
     look_until(pool, lambda: "a1" in pool.ended)
     assert pool.ended == {"a1": None}
     before = pool.pids["a1"]
-    pool.start("a1", {"what": "wait"})
+    pool.start("a1", {"what": "stay"})
     look_until(pool, lambda: pool.pids["a1"] != before and len(pool.servers) == 2)
     (folder / "found").write_text(json.dumps([list(pool.pids.values()), pool.servers]))
     if (folder / "close").exists():

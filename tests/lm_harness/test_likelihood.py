@@ -253,7 +253,8 @@ def test_without_the_harness(folder: Path, monkeypatch: pytest.MonkeyPatch, caps
         main()
     assert end.value.code == 2
     assert capsys.readouterr().err == (
-        "error: scoring on tasks needs the package 'lm_eval': install it with pip install 'skippipe[harness]'\n"
+        "error: scoring on tasks needs the package 'lm_eval': install it with pip install 'skippipe[harness]', or "
+        "'.[harness]' in a checkout\n"
     )
 
 

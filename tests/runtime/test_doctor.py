@@ -127,7 +127,9 @@ def test_two_nodes_with_one_name(machine: Examined, door: Door) -> None:
 
 def test_another_version(machine: Examined, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skippipe.transport.admission.__version__", "9.9.9")
-    line = f"skippipe {__version__} here, 9.9.9 at the coordinator; use one version: pip install skippipe==9.9.9"
+    line = (
+        f"skippipe {__version__} here, 9.9.9 at the coordinator; use one version: install here what is installed there"
+    )
     assert wrong(machine, "version") == line
     with pytest.raises(UserError, match=r"^version: "):
         check_at_join(machine, 1.0, print)

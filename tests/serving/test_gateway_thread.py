@@ -19,6 +19,7 @@ from skippipe.runtime.messages import (
     EndSequences,
     Heartbeat,
     Hello,
+    LinkDown,
     Ready,
     RunStep,
     Sampled,
@@ -168,6 +169,17 @@ def test_a_node_that_is_revoked_is_lost_while_answers_go_on(cluster: Cluster) ->
     cluster.ask()
     cluster.peers["cem"].say(Sampled(cluster.peers["cem"].hears(RunStep).step, [7]))
     cluster.until(lambda: cluster.reasons == [None])
+
+
+def test_what_requests_would_find_is_known(cluster: Cluster) -> None:
+    """All stages are held, and nothing can be sent from one to the other."""
+    cluster.join("ann", "bob")
+    gateway = cluster.gateway
+    cluster.until(lambda: gateway.covered_stages == 2 and gateway.broken_hops == ())
+    cluster.peers["bob"].say(LinkDown(0, 0))
+    cluster.until(lambda: gateway.covered_stages == 0 and gateway.broken_hops == ((0, 1), (1, 0)))
+    cluster.join("cem")
+    cluster.until(lambda: gateway.covered_stages == 2 and gateway.broken_hops == ())
 
 
 def test_a_step_of_another_is_not_for_everybody_to_answer(cluster: Cluster) -> None:

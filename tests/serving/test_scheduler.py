@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
-from itertools import count
+from itertools import count, product
 from random import Random
 
 import pytest
@@ -17,6 +17,7 @@ from skippipe.inference.request import FinishReason, SamplingParams, TokenLogpro
 from skippipe.model_shape import MODELS
 from skippipe.serving.routing import (
     ClusterCost,
+    Reach,
     ServingRoute,
     UniformCost,
     assign_stages,
@@ -170,6 +171,30 @@ def test_answers_are_right_whichever_nodes_are_lost(seed: int) -> None:
             assert bool(sequence.missing) == (sequence.num_stages < 4) and 0 not in sequence.missing
     assert {each.number for each in world.updates if each.finish_reason} == {each.number for each in sequences}
     assert not world.caches, "nothing is kept for nobody"
+
+
+def test_a_link_that_nodes_report_is_tried_again_after_a_while_that_grows() -> None:
+    world = World(0)
+    scheduler = world.scheduler
+
+    def look(after_s: float) -> Reach:
+        world.clock_ns += int(after_s * 1e9)
+        scheduler.tick()
+        return scheduler.reach
+
+    def report() -> None:
+        for a, b in product(*(scheduler.holders[stage] for stage in (1, 2))):
+            scheduler.link_reported(a, b)
+
+    assert look(0) == Reach(True, ())
+    for wait_s in (60, 120, 240):
+        report()
+        assert look(wait_s - 1) == Reach(False, ((1, 2),))
+        report()  # a second report of the same
+        assert look(2) == Reach(True, ())
+    report()
+    scheduler.node_joined(scheduler.holders[1][0], 1)
+    assert scheduler.reach.has_route, "a node that comes again may be elsewhere"
 
 
 def test_many_share_a_step() -> None:

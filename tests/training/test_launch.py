@@ -44,7 +44,8 @@ def names(place: Place, skippipe: Command) -> list[str]:
 
 
 def live(words: list[str], log: str) -> None:
-    """A command in a process of its own, with what it says in a file."""
+    """A command in a process group of its own, with what it says in a file."""
+    os.setsid()
     out = os.open(log, os.O_WRONLY | os.O_CREAT, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -182,9 +183,16 @@ def test_nodes_are_invited_and_one_is_revoked_while_training(
     coordinator, *nodes = many(["train", job], *joining)
     out, *others = keys
     wait_for(lambda: place.has_trained("invited", 3))
+    new = skippipe("node", skippipe("invite", cluster, "--name", "dora").out.strip(), "--key", tmp_path / "dora.key")
+    assert new.code == 2
+    assert only_error(new.err) == (
+        "name: the cluster of the run that goes on has no 'dora': put 'dora' into the cluster file, stop the run with "
+        "Ctrl-C, and go on with --resume"
+    )
     assert skippipe("revoke", cluster, out).out == f"'{out}' is shut out: its key is void\n"
     nodes[0].join(RUN_END_S)
     assert "this node was revoked by the owner of the cluster" in only_error((tmp_path / "1.log").read_text())
+    assert f"that is not there ({out}); or put" in only_error(skippipe("node", "--key", tmp_path / "dora.key").err)
     done = len(place.losses("invited"))
     wait_for(lambda: place.has_trained("invited", done + 3), RUN_END_S)
     stolen = ["node", strings[others[0]], "--key", tmp_path / "thief.key"]
@@ -205,6 +213,46 @@ def test_nodes_are_invited_and_one_is_revoked_while_training(
     rows = {row["name"]: row for row in skippipe("members", cluster, "--json").json}
     assert [rows[name]["state"] for name in keys] == ["revoked", *["member"] * (NODES - 1)]
     assert all(rows[name]["seen_s"] >= rows[name]["since_s"] > 0 for name in others)
+
+
+def test_sigterm_saves_what_was_trained(place: Place, many: Callable[..., list[BaseProcess]], tmp_path: Path) -> None:
+    """A spot machine is taken away: every process of the run gets the signal."""
+    job = place.job("taken away", NODES, 2, "checkpoint.every = 100000\n")
+    job.write_text(job.read_text().replace("iterations = 2", "iterations = 100000"))
+    (run,) = many(["train", job])
+    wait_for(lambda: place.has_trained("taken away", 3))
+    os.killpg(run.pid or 0, signal.SIGTERM)
+    run.join(RUN_END_S)
+    said = (tmp_path / "0.log").read_text()
+    assert run.exitcode == 143, said
+    assert "gone: " not in said
+    assert "--resume goes on" in said
+    assert place.saved("taken away") == len(place.losses("taken away"))
+
+
+def test_a_coordinator_that_gets_sigterm_saves_and_leaves_its_nodes_to_the_next(
+    place: Place, names: list[str], many: Callable[..., list[BaseProcess]], tmp_path: Path
+) -> None:
+    port = free_port("127.0.0.1")
+    job = place.joining("moved", port)
+    job.write_text(job.read_text().replace("iterations = 2", "iterations = 100000") + "checkpoint.every = 100000\n")
+    keys = place.folder / "keys"
+    joining = (["node", "--join", f"127.0.0.1:{port}", "--key", keys / f"{name}.key"] for name in names)
+    first, *nodes = many(["train", job], *joining)
+    wait_for(lambda: place.has_trained("moved", 3))
+    os.kill(first.pid or 0, signal.SIGTERM)
+    first.join(RUN_END_S)
+    assert first.exitcode == 143, (tmp_path / "0.log").read_text()
+    done = len(place.losses("moved"))
+    assert place.saved("moved") == done
+    assert all(node.is_alive() for node in nodes)
+    second = many(["train", job, "--resume", "--iterations", str(done + 2)])[-1]
+    for process in (second, *nodes):
+        process.join(RUN_END_S)
+    said = (tmp_path / f"{1 + NODES}.log").read_text()
+    assert [process.exitcode for process in (second, *nodes)] == [0] * (1 + NODES), said
+    assert len(place.losses("moved")) == done + 2
+    assert f"{NODES} nodes are where they were, 0 are new" in said
 
 
 def test_nobody_answers(place: Place, names: list[str], refused: Callable[..., str]) -> None:

@@ -84,12 +84,12 @@ def test_command_and_resume(skippipe: Command, tmp_path: Path) -> None:
         f'cluster = "datacentre:4"\noutput = "{job.output}"\niterations = 2\n[model]\nweights = "{folder}"\n'
         f'[data]\ntexts = ["{job.data.texts[0]}"]\nfolder = "{job.data.folder}"\n'
         "[batch]\nsequence = 16\nsamples = 2\nmicrobatches = 4\n"
-        '[pipeline]\nstages = 3\nskip = "0"\nstrategy = "dtfm-skip"\nbudget_s = 0.1\n[checkpoint]\nevery = 2\n'
+        '[pipeline]\nstages = 3\nstrategy = "dtfm-skip"\nbudget_s = 0.1\n[checkpoint]\nevery = 2\n'
         '[transport]\nwire = "fp32"\n[compute]\ndtype = "fp32"\n'
     )
     done = skippipe("train", file)
     assert done.code == 0, done.err
-    assert f"begins with the weights in {folder}" in done.out
+    assert f"begins with the weights in {folder}; no stage is skipped, as neither" in done.out
     expected = loss_of_transformers(folder, build_run(replace(job, model=ModelConfig(weights=str(folder)))))
     metrics = [json.loads(line) for line in (Path(job.output) / "metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["loss"] == pytest.approx(expected, rel=NEAR)

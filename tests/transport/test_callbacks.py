@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
+import resource
 import secrets
 import socket
 import threading
+from typing import Any
 
 import pytest
 
@@ -13,8 +16,10 @@ from skippipe.transport import callbacks, token_gate
 from skippipe.transport.addresses import callback_ports, split_address
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Lost, Mailbox
-from skippipe.transport.token_gate import MAGIC, PREFACE, token_of
+from skippipe.transport.streams import StreamLoop
+from skippipe.transport.token_gate import MAGIC, PREFACE, TOKEN_BYTES, TokenGate, token_of
 from tests.helpers.mailboxes import HELLO, PATIENCE_S, Net, link, network, number_of, numbered
+from tests.helpers.processes import wait_for
 from tests.helpers.relay import Wire
 
 
@@ -170,3 +175,43 @@ def test_revoked_at_once(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_connection(("127.0.0.1", _port(a)), PATIENCE_S) as stream:
         stream.sendall(PREFACE.pack(MAGIC, token_of(secret, 7)))
         assert _recv(stream) == b""
+
+
+class Counting(socket.socket):
+    """Counts how often a stream was to be taken."""
+
+    attempts = 0
+
+    def accept(self) -> Any:
+        self.attempts += 1
+        return super().accept()
+
+
+def test_without_file_descriptors_streams_wait_and_the_thread_does_not_spin() -> None:
+    loop, admitted = StreamLoop("a test"), threading.Event()
+    gate: TokenGate[str] = TokenGate(loop, lambda stream, meaning: admitted.set())
+    token = bytes(range(TOKEN_BYTES))
+    listening, dialling = Counting(), socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    turn = threading.Event()
+    loop.call(lambda: (gate.expect(token, "a stream"), gate.open(listening), turn.set()))
+    assert turn.wait(PATIENCE_S)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        dialling.connect(listening.getsockname())
+        dialling.send(PREFACE.pack(MAGIC, token))
+        wait_for(lambda: listening.attempts > 0)
+        for _ in range(100):  # turns of the loop, in each of which it would try again
+            turn.clear()
+            loop.call(turn.set)
+            assert turn.wait(PATIENCE_S)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert listening.attempts < 50
+    assert admitted.wait(PATIENCE_S), "it is taken once there is room"
+    loop.close()
+    dialling.close()

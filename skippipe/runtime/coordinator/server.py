@@ -27,6 +27,7 @@ from skippipe.transport.message import Message, MessageKind, Received, StatePiec
 
 CLOSE_LINGER_S = 2.0  # for the last messages to leave
 MAX_STATE_VALUES = 2**24  # numbers of a state in one message
+MOST_FREE_NAMES = 8  # that are named to one who has none
 
 
 class CoordinatorServer:
@@ -83,13 +84,16 @@ class CoordinatorServer:
         wal: Sequence[Mapping[str, Any]] = (),
         ended: EndedNodes = lambda: (),
         stop_requests: StopRequests = lambda: 0,
+        leaves_nodes: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Train; UserError if it cannot be done."""
+        """Train; UserError if it cannot be done. `leaves_nodes`: whether nodes are to wait for another coordinator when
+        this one ends by request."""
         self.machine = Coordinator(self._node_config.plan, settings, self, callback, wal)
         self._listener.fence.term = self.machine.term
         try:
             while not self.machine.over:
                 self._poll(self.machine, poll_s(settings.deadlines.heartbeat.total_seconds()), ended)
+                self.machine.leaves_nodes = leaves_nodes()
                 self.machine.on_stop_requests(stop_requests())
         except BaseException:
             self.machine.fail("the run was ended")
@@ -119,9 +123,20 @@ class CoordinatorServer:
             else:  # it is invited, but has no place in this cluster
                 machine.log_event(event.kind, f"'{event.name}', which is not in the cluster of this job: {event.text}")
 
+    def _unplaced(self, name: str) -> str:
+        """What to do about a member whose name the cluster of this run does not have."""
+        free = [each for each in self._numbers if each not in self._listener.addresses][:MOST_FREE_NAMES]
+        rename = f"be invited as one of its nodes that is not there ({', '.join(free)}); or " if free else ""
+        return (
+            f"the cluster of the run that goes on has no '{name}': {rename}put '{name}' into the cluster file, stop "
+            "the run with Ctrl-C, and go on with --resume"
+        )
+
     def _needs(self, name: str) -> NodeNeeds:
         """What each device of a node of the plan that the run started with is to bring; called by another thread."""
         plan, node = self._node_config.plan, self._numbers.get(name, -1)
+        if node < 0 and name not in self._listener.relay_names:
+            return NodeNeeds(unplaced=self._unplaced(name))
         stage = plan.stage_of.get(node)
         if stage is None:
             return NodeNeeds(self._node_config.device)

@@ -61,6 +61,8 @@ class Coordinator:
     callback: Callback
     wal: Sequence[WalRecord] = ()
     """What an earlier coordinator of this run has logged."""
+    leaves_nodes: bool = False
+    """Does the run end without stopping nodes, which then wait for another coordinator?"""
     state: CoordinatorState = field(init=False)
     failure: str = ""
     membership: Membership = field(init=False)
@@ -478,8 +480,9 @@ class Coordinator:
         if self._stepped and self._gather.lacks(self._commits.end):
             self.log_event("checkpoint", "none of the last iteration: the run was ended before it was made")
         self.state = CoordinatorState.DONE
-        self.env.append_wal({"done": self.iteration})
-        self._stop_all(Stop(""))
+        if not self.leaves_nodes:
+            self.env.append_wal({"done": self.iteration})
+            self._stop_all(Stop(""))
 
     def enter(self, state: CoordinatorState) -> None:
         self.state = state
