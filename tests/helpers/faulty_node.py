@@ -260,7 +260,7 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.runtime.node.agent.node_process = lambda roles, join_config: birth(scene, join_config)  # type: ignore[attr-defined]
+    skippipe.runtime.node.agent.node_process = lambda roles, join_config: birth(scene, join_config)
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:
