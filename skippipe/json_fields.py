@@ -202,6 +202,8 @@ class Fields:
         """The fields of the dataclass that were not taken yet, each by its type: a text, a number, true or false, or
         null where that may be. Those of `added`, which earlier versions did not write, may be missing."""
         assert self._of is not None
+        readers: dict[Any, Callable[[str], Any]] = {str: self.text, bool: self.flag}
+        readers |= {int: self.integer, float: self.number}
         found = {}
         for name, hint in hints_of(self._of).items():
             if name in self._known or (name in added and not self.mentions(name)):
@@ -213,7 +215,7 @@ class Fields:
             elif issubclass(kind, StrEnum):
                 found[name] = kind(self.text(name, tuple(kind)))
             else:
-                found[name] = {str: self.text, bool: self.flag, int: self.integer, float: self.number}[kind](name)
+                found[name] = readers[kind](name)
         return found
 
     def header(self, file_format: str, *versions: int) -> int:

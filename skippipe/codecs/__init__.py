@@ -113,16 +113,14 @@ def _on_host(raw: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
     return raw.clone() if shared else raw
 
 
-def decode(
-    encoded: EncodedTensor, device: str | torch.device = "cpu", dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """A float32 tensor, or one of `dtype`, in memory of its own: a received buffer is free once this returns."""
+def decode(encoded: EncodedTensor, device: str | torch.device = "cpu") -> torch.Tensor:
+    """A float32 tensor in memory of its own: a received buffer is free once this returns."""
     import torch
 
     raw = torch.empty(encoded.nbytes, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
     raw.numpy().data[:] = encoded.data  # torch.frombuffer would share the buffer, and warn where it is read-only
     raw = raw.to(device, non_blocking=True)
-    return CODECS[encoded.dtype].decode_tensor(raw, encoded.shape).to(dtype or torch.float32)
+    return CODECS[encoded.dtype].decode_tensor(raw, encoded.shape).to(torch.float32)
 
 
 def gradient_codec(codec: str) -> str:

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import isqrt, prod
-from typing import ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from skippipe.model_shape import ModelShape
 
 FACTOR_BYTES = 4  # of a value
 
@@ -60,28 +63,7 @@ class LowRank:
         return FACTOR_BYTES * self.rank * 2 * isqrt(values)
 
 
-class DecoderShape(Protocol):
-    """Sizes of a transformer (see `model_shape.ModelShape`)."""
-
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def intermediate(self) -> int: ...
-    @property
-    def vocab(self) -> int: ...
-    @property
-    def tied_embeddings(self) -> bool: ...
-    @property
-    def experts(self) -> int: ...
-
-
-def decoder_matrices(model: DecoderShape, layers: int, *, ends: bool) -> list[Matrices]:
+def decoder_matrices(model: ModelShape, layers: int, *, ends: bool) -> list[Matrices]:
     """Those of so many layers, and with `ends` of embedding and head."""
     d, width = model.hidden, model.intermediate
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim

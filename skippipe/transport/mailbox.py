@@ -50,6 +50,7 @@ __all__ = ["OUT_ONLY", "LossReason", "Lost", "Mailbox", "NotConnected", "QueueFu
 Security: TypeAlias = Literal["curve", "none"]
 
 PIECE_BYTES = 2**20
+IO_THREADS = 2  # share the connections and do the encryption: one alone would do it all in turn
 MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast path each way seven; two more if watched
 
 
@@ -65,7 +66,6 @@ class Mailbox:
         security: Security = "curve",
         largest_bytes: int = 2**28,
         depth: int = 16,
-        io_threads: int = 2,
         json_bytes: int = 2**22,
         trusted: str | None = None,
         fast_path: bool = True,
@@ -77,7 +77,6 @@ class Mailbox:
         Of JSON `json_bytes` are taken at most, for it takes many times its size in memory; from the `trusted` peer, 16
         times as many. `fast_path` counts under CURVE only, and where the package `cryptography` is installed at both
         ends; its port is any free one of the host that the mailbox listens on.
-        `io_threads` share the connections among them and do the encryption: one alone would do it all in turn.
         """
         if security == "curve" and keys is None:
             raise UserError(f"'{name}': security 'curve' needs a key pair; make one or choose 'none' on one machine")
@@ -94,7 +93,7 @@ class Mailbox:
         self._lost: dict[str, LossReason] = {}
         self.sent_bytes: Counter[str] = Counter()
 
-        self._context = zmq.Context(io_threads)
+        self._context = zmq.Context(IO_THREADS)
         self._context.set(zmq.MAX_SOCKETS, MOST_SOCKETS)
         self._poller = zmq.Poller()
         self._settings = SocketSettings(

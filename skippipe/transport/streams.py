@@ -211,16 +211,15 @@ class StreamLoop:
         left: socket.socket,
         right: socket.socket,
         *,
-        to_left: bytes = b"",
         to_right: bytes = b"",
         meters: tuple[Meter, Meter] | None = None,
         ended: Handler | None = None,
     ) -> Join:
-        """Join two streams; each first gets the bytes that are given here. The meters are told what comes from either
-        side."""
+        """Join two streams; the right one first gets the bytes that are given here. The meters are told what comes from
+        either side."""
         joined = Join(self, left, right, meters, ended or _nothing)
         self._joins.add(joined)
-        joined.start(to_left, to_right)
+        joined.start(to_right)
         return joined
 
     def ended(self, joined: Join) -> None:
@@ -326,13 +325,13 @@ class Join:
         self._from = {left: there, right: back}
         self._to = {right: there, left: back}
 
-    def start(self, to_left: bytes, to_right: bytes) -> None:
-        for way, first in zip(self._ways, (to_right, to_left), strict=True):
-            if first:
-                way.buffer = self._loop.take_buffer()
-                way.buffer[: len(first)] = first
-                way.start, way.end = 0, len(first)
-                self._guarded(self._send, way)
+    def start(self, to_right: bytes) -> None:
+        there, _ = self._ways
+        if to_right:
+            there.buffer = self._loop.take_buffer()
+            there.buffer[: len(to_right)] = to_right
+            there.start, there.end = 0, len(to_right)
+            self._guarded(self._send, there)
         self._update()
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import msgspec
 from transformers import LlamaForCausalLM  # noqa: F401  imported once, before owners are forked
 
-import skippipe.launch.launcher
+import skippipe.runtime.node.agent
 import skippipe.runtime.train_role
 from skippipe.checkpoint.format import Checkpoints
 from skippipe.errors import UserError
@@ -261,7 +261,7 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.launch.launcher.node_process = lambda roles, join_config: birth(scene, join_config)  # type: ignore[attr-defined]
+    skippipe.runtime.node.agent.node_process = lambda roles, join_config: birth(scene, join_config)
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:

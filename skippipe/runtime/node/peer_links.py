@@ -4,7 +4,7 @@ A node dials its peers. One whose address says that it only calls out, or whose 
 call back: the coordinator passes the request on, and messages go over the stream that the peer then opens
 (`transport.callbacks`). Who can call whom is so found out by those who need it, and only for pairs that are in use.
 
-Links to peers that this node exchanges messages with are watched (`transport.link_keepalive`).
+Links to peers that this node exchanges messages with are watched (`transport.sender.LinkHeartbeat`).
 """
 
 from __future__ import annotations
