@@ -111,8 +111,8 @@ def train(
 
     A folder that holds a run is not trained into: --resume goes on with that run, --force sets it aside whole.
 
-    Ctrl-C stops, and keeps the model as far as it was trained. --resume goes on from the last checkpoint; or, if the
-    coordinator was killed and its nodes still wait for it, from where they are.
+    Ctrl-C or SIGTERM stops, and keeps the model as far as it was trained. --resume goes on from the last checkpoint;
+    or, if the coordinator is gone and its nodes still wait for it, from where they are.
 
     Example: skippipe train job.toml --iterations 20
     """
