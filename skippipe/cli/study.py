@@ -89,7 +89,7 @@ def report(
 
     Writes tables.md, report.html (interactive, needs no other file) and PNGs, and prints the first table. What an
     iteration takes is planned for every variant and length of path, some 30 s each, and kept in times.json beside the
-    results (times-full.json with full timing); later reports take it from there.
+    results (times-full.json with full timing, other files with other codecs); later reports take it from there.
 
     Example: skippipe study report results.jsonl --study study.toml -o report
     """

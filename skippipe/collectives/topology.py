@@ -17,6 +17,9 @@ from skippipe.collectives.transfers import FreeLinks, LinkCosts, free_links, lin
 from skippipe.jit import Floats, Ints, kernel
 
 PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
+SMALLEST_PIECE_BYTES = (
+    2**20
+)  # where pieces of that size are few, down to this: links and relays divide them more evenly
 MOST_PIECES = 192
 FEW_PIECES = 24  # where many placements are compared
 RINGS_UP_TO = 16  # nodes of a stage: on more, a ring is too long to be the fastest
@@ -52,8 +55,8 @@ def exchange(
     """Every node is the root of pieces, and all others send straight to it or by way of a relay. `free_ns` is when
     links are free; it is changed by what this adds. No sum is there before `all_done_ns`, when the last node is done.
     """
-    by_bytes = -(-costs.gradient_bytes[stage] // PIECE_BYTES)
-    pieces = min(most_pieces, max(by_bytes, min(2 * len(order), most_pieces // 2)))
+    large, small = (-(-costs.gradient_bytes[stage] // each) for each in (PIECE_BYTES, SMALLEST_PIECE_BYTES))
+    pieces = min(most_pieces, max(large, min(max(small, 2 * len(order)), most_pieces // 2)))
     nodes = len(costs.flight_ns)
     forwarding = {*relays, *order} if may_relay(order, costs) else ()
     piece_bytes = np.array(-(-costs.gradient_bytes[stage] // pieces), np.int64)

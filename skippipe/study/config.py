@@ -11,7 +11,7 @@ from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from skippipe.codecs import CODECS, gradient_codec
+from skippipe.codecs import CODECS, CodecId, GradientsId, gradient_codec
 from skippipe.errors import UserError
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
@@ -93,6 +93,20 @@ class PlanSettings:
     timing: Literal["contention-only", "full"] = "contention-only"
     budget_s: Annotated[float, BUDGET_S] = 30.0
     """Seconds of planning for each plan."""
+    wire: CodecId = "bf16"
+    """Codec of activations on all hops; their gradients have the one that goes with it."""
+    gradients: GradientsId = "fp32"
+    """Codec of weight gradients while they are averaged."""
+
+    def __str__(self) -> str:
+        return ", ".join([self.timing, *self.codecs])
+
+    @property
+    def codecs(self) -> list[str]:
+        """What is not as usual on the way between nodes, as people read it."""
+        usual = PlanSettings
+        hops = [f"{self.wire} hops"] if self.wire != usual.wire else []
+        return hops + ([f"{self.gradients} gradients"] if self.gradients != usual.gradients else [])
 
 
 class HopCodecs(NamedTuple):

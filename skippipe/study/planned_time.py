@@ -235,7 +235,8 @@ def _phases(skip: str, grow: str, stages: int, iterations: int) -> tuple[tuple[T
 
 def times_file(folder: Path, planned: PlanSettings) -> Path:
     """Where times of studies with these settings are kept."""
-    return folder / ("times.json" if planned.timing == PlanSettings().timing else f"times-{planned.timing}.json")
+    unusual = [planned.timing] if planned.timing != PlanSettings.timing else []
+    return folder / ("-".join(["times", *unusual, *planned.codecs]).replace(" ", "-") + ".json")
 
 
 def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: int = SEED) -> PlannedTimes:
@@ -263,10 +264,10 @@ def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: in
 
 def _begun(study: Study, seed: int) -> PlannedTimes:
     _, example = cluster_named(study.planned.cluster)
-    workload = _workload(example)
+    workload = _workload(example, study.planned)
     published_s = None
     if example and "full_pipeline" in example.paths:
-        plan = published_plan(example, "full_pipeline", workload.microbatches)
+        plan = published_plan(replace(example, workload=workload), "full_pipeline", workload.microbatches)
         published_s = simulate(plan, Timing(study.planned.timing)).iteration_s
     return PlannedTimes(study.planned, seed, model_named(study.model).layers, workload.model.layers, published_s)
 
@@ -274,13 +275,14 @@ def _begun(study: Study, seed: int) -> PlannedTimes:
 def _about(times: PlannedTimes) -> str:
     planned = times.planned
     return (
-        f"{planned.cluster}, {planned.timing}, {planned.budget_s:g} s of planning, seed {times.seed}, "
+        f"{planned.cluster}, {planned}, {planned.budget_s:g} s of planning, seed {times.seed}, "
         f"a model of {times.model_layers} layers"
     )
 
 
-def _workload(example: Example | None) -> Workload:
-    return example.workload if example else Workload(MODELS["llama-1.5b"])
+def _workload(example: Example | None, planned: PlanSettings) -> Workload:
+    workload = example.workload if example else Workload(MODELS["llama-1.5b"])
+    return replace(workload, wire_dtype=planned.wire, gradient_dtype=planned.gradients)
 
 
 def _plan_time(times: PlannedTimes, work: PlannedIteration) -> PlannedTime:
@@ -301,7 +303,7 @@ def _plan_time(times: PlannedTimes, work: PlannedIteration) -> PlannedTime:
 def _problem(planned: PlanSettings, work: PlannedIteration, placement: Placement | None) -> tuple[Problem, int]:
     """The problem, and the microbatches that are wanted: if they do not divide over the stages (CC3), it has more."""
     cluster, example = cluster_named(planned.cluster)
-    workload = _workload(example)
+    workload = _workload(example, planned)
     wanted, unit = workload.microbatches, lane_unit(work.stages, work.visited)
     plan_spec = PlanSpec(
         stages=work.stages,

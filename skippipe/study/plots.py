@@ -125,7 +125,7 @@ def charts(runs: Runs, times: PlannedTimes | None) -> list[LossChart]:
                 "loss-time.png",
                 "Loss against planned time",
                 f"The same in the seconds that iterations are planned to take.{beside}",
-                f"planned hours on {times.planned.cluster} ({times.planned.timing})",
+                f"planned hours on {times.planned.cluster} ({times.planned})",
                 timed,
             )
         )

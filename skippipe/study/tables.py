@@ -74,7 +74,7 @@ def headline(runs: Runs, times: PlannedTimes | None) -> Table | None:
     if times:
         headings.append(f"time / {FULL}")
         note += (
-            f" Time as planned for {times.planned.cluster} ({times.planned.timing}), nodes staying where they are best "
+            f" Time as planned for {times.planned.cluster} ({times.planned}), nodes staying where they are best "
             "for the length of path that most iterations have."
         )
     return Table("Variants", note, headings, rows)
@@ -348,7 +348,7 @@ def iterations(runs: Runs, times: PlannedTimes) -> Table | None:
             stages = f"{phase.visited} of {phase.visited if phase.young else variant.stages}"
             rows.append((name, stages, share, *seconds, str(wanted[0][phase].placed_for)))
     headings = ("variant", "stages on a path", "iterations", "seconds", "seconds, nodes placed for it", "placed for")
-    note = f"Seconds of an iteration, planned for {times.planned.cluster} ({times.planned.timing})."
+    note = f"Seconds of an iteration, planned for {times.planned.cluster} ({times.planned})."
     if times.published_s:
         note += f" The full pipeline as published: {times.published_s:.2f}."
     return Table("Iterations", note, headings, rows) if rows else None

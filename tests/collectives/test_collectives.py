@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from skippipe.codecs import EncodedTensor, decode, encode
-from skippipe.collectives import COLLECTIVES, Collective, CollectiveId, GroupConfig, MakeAverager
+from skippipe.collectives import COLLECTIVES, Collective, CollectiveId, GroupConfig, MakeAverager, topology
 from skippipe.collectives.schedule import Averaging, Piece, Schedule
-from skippipe.collectives.transfers import takes_ns
+from skippipe.collectives.transfers import free_links, takes_ns
 from skippipe.cost_model import cost_model_of
 from skippipe.errors import UserError
 from skippipe.plan import Plan
+from skippipe.planner.published import published20
 from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.ops import BeginAveraging, GradNorm
@@ -128,3 +129,19 @@ def test_a_library_averages_at_once_without_messages() -> None:
     by_library.begin()
     assert by_library.next(6) == BeginAveraging(averaging.schedule)
     assert by_library.next(6) == GradNorm(6, alone=False)
+
+
+def test_a_gradient_of_few_bytes_has_pieces_enough_for_all_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    example, nodes = published20(), (1, 3, 4, 5, 12)
+
+    def divided(dtype: str, stage: int) -> tuple[int, int]:
+        costs = cost_model_of(example.cluster, replace(example.workload, gradient_dtype=dtype), (4,) * example.stages)
+        averaging = topology.exchange(costs, stage, nodes, free_links(20), range(20))
+        return len(averaging.pieces), costs.averaging_ns(stage, averaging)
+
+    (large, _), (usual, _), (small, small_ns) = divided("fp32", 0), divided("fp32", 1), divided("int4", 0)
+    assert (large, usual, small) == (192, 99, 96)
+    monkeypatch.setattr(topology, "SMALLEST_PIECE_BYTES", topology.PIECE_BYTES)
+    few, few_ns = divided("int4", 0)
+    assert few == 26
+    assert small_ns < 0.9 * few_ns

@@ -24,6 +24,7 @@ from skippipe.study.planned_time import (
     elapsed_s,
     most_frequent,
     planned_times,
+    times_file,
 )
 from skippipe.study.plots import charts, line_styles, squeezed, subset_bands
 from skippipe.study.results import Runs, outdated_variants, runs_of, spread
@@ -323,6 +324,25 @@ def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
     other = replace(little, planned=replace(little.planned, timing="full"))
     with pytest.raises(UserError, match=r"contention-only.* asks for .*full.*; remove it"):
         planned_times(other, file, lambda what, share: None)
+
+
+def test_times_with_codecs_have_a_file_of_their_own_and_fewer_bytes_to_wait_for(little: Study, tmp_path: Path) -> None:
+    full = replace(little, planned=PlanSettings("regions:6", "full", budget_s=0.2), variant=[Variant("full", stages=3)])
+    small = replace(full, planned=replace(full.planned, wire="int8", gradients="int4"))
+    files = [times_file(tmp_path, each.planned) for each in (little, full, small)]
+    assert [each.name for each in files] == [
+        "times.json",
+        "times-full.json",
+        "times-full-int8-hops-int4-gradients.json",
+    ]
+    usual, fewer = (
+        planned_times(each, file, lambda what, share: None) for each, file in zip((full, small), files[1:], strict=True)
+    )
+    (usual_s,), (fewer_s,) = ([each.iteration_s or 0 for each in times.plans.values()] for times in (usual, fewer))
+    assert 0 < fewer_s < 0.7 * usual_s
+    assert PlannedTimes.load(files[2]) == fewer
+    with pytest.raises(UserError, match=r"full, int8 hops, int4 gradients.* asks for .*full, 0\.2 s.*; remove it"):
+        planned_times(full, files[2], lambda what, share: None)
 
 
 def test_what_cannot_be_planned_is_said_and_not_tried_again(little: Study, tmp_path: Path) -> None:
