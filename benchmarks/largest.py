@@ -5,8 +5,8 @@
 Nodes are the state machines that run in processes, all in one thread on the card, each with its own stage and
 optimizer; activations are recomputed, and sums of gradients would be in host memory if stages had replicas. Weights are
 drawn on the card. The peak is what torch has allocated at most since all stages were built; the planner's sum is of all
-nodes, each with as many microbatches as it has lanes. Every iteration prints a line, with the seconds of each kind of
-operation; what is said at the end is said when it is interrupted, too.
+nodes, each with as many microbatches as it has lanes, where one computes at a time. Every iteration prints a line, with
+the seconds of each kind of operation; what is said at the end is said when it is interrupted, too.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ TEXT_TOKENS = 2**16  # of the text, which is random and seen again and again: th
 
 
 def counted_bytes(plan: Plan) -> int:
-    """What the planner counts for all nodes, as many microbatches on each as there are lanes."""
+    """What the planner counts for all nodes, as many microbatches on each as there are lanes; only one computes."""
     work, lanes = plan.workload, len(plan.lanes)
-    return sum(
+    working = [work.working_bytes(stage) for stage in range(len(plan.stages))]
+    held = sum(
         work.fixed_bytes(number, stage.layers) + lanes * work.held_bytes(stage.layers)
         for number, stage in enumerate(plan.stages)
     )
+    return held - sum(working) + max(working)
 
 
 class TimedExecutor:

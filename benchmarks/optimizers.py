@@ -54,8 +54,10 @@ def main() -> None:
     kinds = [(*kind, False) for kind in KINDS]
     kinds += [(*kind, True) for kind in KINDS if given.compiled and kind[0] in COMPILED]
     for optimizer, offload, compiled in kinds:
-        counted = Workload(shape, optimizer=optimizer, offload=offload, adapter_parameters=rows * width**2)
-        held = counted.fixed_bytes(1, 1) - counted.frozen_bytes(1, 1)
+        counted = Workload(
+            shape, optimizer=optimizer, offload=offload, adapter_parameters=rows * width**2, compute_dtype="fp32"
+        )
+        held = counted.fixed_bytes(1, 1) - counted.frozen_bytes(1, 1) - counted.working_bytes(1)
         before_b, peak_b, step_s, end = measured(device, rows, width, optimizer, offload, compiled)
         same = ""
         if offload == "none":

@@ -80,10 +80,14 @@ class ModelShape:
     def head_flops(self, tokens: int) -> int:
         return 2 * tokens * self.hidden * self.vocab
 
-    def layer_values_per_token(self) -> int:
-        """Values a layer keeps per token for its backward pass (fused kernels recompute attention itself)."""
+    def layer_values_per_token(self, *, rounded: bool) -> int:
+        """Values a layer keeps per token for its backward pass (fused kernels recompute attention itself), in the type
+        of computing; `rounded`: that is bf16."""
+        # of both norms the input, which is fp32, what is scaled by their weights, and the output, which in bf16 each of
+        # five linear maps rounds for itself
+        norms = 2 * 2 + 2 + 5 if rounded else 2 + 2 + 2
         return (
-            4 * self.hidden  # inputs and outputs of both norms
+            norms * self.hidden
             + 2 * self.heads * self.head_dim  # queries, attention output
             + 2 * self.kv_heads * self.head_dim
             + 4 * self.intermediate * self.experts_active  # gate, up, activation, product

@@ -41,7 +41,13 @@ UNSAID: dict[str, Any] = {
     **{"bridge_parameters": 0, "bridge_rank": 0, "wire_dtypes": (), "gradient_dtypes": ()},
 }
 """What a workload has in files of versions that did not write it."""
-LOGIT_BYTES = 8  # fp32 logits and their gradient, one microbatch at a time
+LOGIT_BYTES = 12  # log-probabilities, their gradient and that of the logits, each fp32
+LOGIT_VALUES = 2**27  # logits that the head makes at a time: of a larger microbatch, it takes the tokens in pieces
+
+
+def head_pieces(tokens: int, vocab: int) -> int:
+    """Pieces that the head takes a microbatch in."""
+    return max(1, -(-tokens * vocab // LOGIT_VALUES))
 
 
 class LinkDtypes(NamedTuple):
@@ -267,10 +273,8 @@ class Workload:
         return trained + (STORED_BYTES * self.stage_parameters(stage, layers) if self.adapter_parameters else 0)
 
     def fixed_bytes(self, stage: int, layers: int) -> int:
-        """Bytes that a node of the stage holds whether or not a microbatch is there."""
-        tokens = self.samples_per_microbatch * self.sequence_tokens
-        logits = LOGIT_BYTES * tokens * self.model.vocab if stage == 0 else 0
-        recomputed = self._layer_bytes() if self.activation_checkpointing else 0
+        """Bytes that a node of the stage needs beside what microbatches keep: what it holds whether or not there are
+        any, and what a task takes while it runs."""
         trained = self.trained_parameters(stage, layers)
         held = 2 * STORED_BYTES * trained  # weights and gradients
         if self.offload == "none":
@@ -283,18 +287,60 @@ class Workload:
             held += STORED_BYTES * pieces + optimizer.held_bytes(pieces)
         else:
             held += optimizer.held_bytes(trained, self._trained_ends(stage))
-        return held + self.frozen_bytes(stage, layers) + logits + recomputed
+        copies = self.frozen_bytes(stage, layers) + self._copied_bytes(stage, layers)
+        return held + copies + self.working_bytes(stage)
+
+    def _copied_bytes(self, stage: int, layers: int) -> int:
+        """Bytes of the weights of linear maps in bf16, if that is computed in: of the layers, unless these are
+        recomputed, and of a head of its own."""
+        if self.compute_dtype != "bf16":
+            return 0
+        of_layer = self.adapter_parameters or self.model.linear_parameters
+        copied = 0 if self.activation_checkpointing else layers * of_layer
+        if stage == 0 and not self.model.tied_embeddings and not self.adapter_parameters:
+            copied += self.model.vocab * self.model.hidden
+        return COMPUTE_BYTES["bf16"] * copied
+
+    def working_bytes(self, stage: int) -> int:
+        """Bytes that a task needs while it runs, beside what is held: the backward pass of a layer or the head,
+        whichever takes more."""
+        return max(self._layer_work_bytes(), self._head_work_bytes() if stage == 0 else 0)
+
+    def _layer_work_bytes(self) -> int:
+        model, again, each = self.model, self.activation_checkpointing, COMPUTE_BYTES[self.compute_dtype]
+        wide = 3 * model.intermediate * model.experts_active + model.hidden
+        work = each * self._tokens * wide + (self._layer_bytes() if again else 0)
+        if self.adapter_parameters:
+            return work
+        rounded = (
+            self.compute_dtype == "bf16" and again
+        )  # weights are, for this layer; and gradients come in both types
+        work += each * model.linear_parameters if rounded else 0
+        return work + (each + STORED_BYTES if rounded else each) * model.hidden * model.intermediate
+
+    def _head_work_bytes(self) -> int:
+        model, each = self.model, COMPUTE_BYTES[self.compute_dtype]
+        tokens = -(-self._tokens // head_pieces(self._tokens, model.vocab))
+        logits, matrix = tokens * model.vocab, model.vocab * model.hidden
+        copied, made = 0, 0 if self.adapter_parameters else each * matrix
+        if made and self.compute_dtype == "bf16" and model.tied_embeddings:  # rounded for this task, with its gradient
+            copied, made = made, 2 * made + STORED_BYTES * matrix
+        return max(LOGIT_BYTES * logits + copied, each * logits + made) + 2 * STORED_BYTES * tokens * model.hidden
 
     def held_bytes(self, layers: int) -> int:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
-        if not self.activation_checkpointing:
-            return layers * self._layer_bytes()
-        tokens = self.samples_per_microbatch * self.sequence_tokens
-        return layers * COMPUTE_BYTES[self.compute_dtype] * tokens * self.model.hidden
+        ends = self._tokens * self.model.hidden
+        if self.activation_checkpointing:
+            return (layers + 1) * COMPUTE_BYTES[self.compute_dtype] * ends
+        return layers * self._layer_bytes() + STORED_BYTES * ends  # the output; in bf16 also the input
 
     def _layer_bytes(self) -> int:
-        tokens = self.samples_per_microbatch * self.sequence_tokens
-        return COMPUTE_BYTES[self.compute_dtype] * tokens * self.model.layer_values_per_token()
+        values = self.model.layer_values_per_token(rounded=self.compute_dtype == "bf16")
+        return COMPUTE_BYTES[self.compute_dtype] * self._tokens * values
+
+    @property
+    def _tokens(self) -> int:
+        return self.samples_per_microbatch * self.sequence_tokens
 
     def slots(self, memory_bytes: int, stage: int, layers: int) -> int:
         """Microbatches that a device of this memory can hold at once; 0: it cannot work on this stage."""

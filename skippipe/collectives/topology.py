@@ -17,9 +17,7 @@ from skippipe.collectives.transfers import FreeLinks, LinkCosts, free_links, lin
 from skippipe.jit import Floats, Ints, kernel
 
 PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
-SMALLEST_PIECE_BYTES = (
-    2**20
-)  # where pieces of that size are few, down to this: links and relays divide them more evenly
+SMALLEST_PIECE_BYTES = 2**20  # where those would be few: more of them are divided more evenly over links and relays
 MOST_PIECES = 192
 FEW_PIECES = 24  # where many placements are compared
 RINGS_UP_TO = 16  # nodes of a stage: on more, a ring is too long to be the fastest

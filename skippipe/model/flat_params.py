@@ -10,6 +10,7 @@ take the number of visits into account, so that the norm of a sum can be taken a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, groupby
 
 import torch
@@ -69,6 +70,8 @@ class FlatParams:
         )
         """Weights that are not trained, in the order of their layout: one flat tensor for each run of one type."""
         self._offload, self._compiled = offload, compiled
+        self.changes = 0
+        """How often weights have been changed here: by a step, or written."""
         self.reset(learning)
 
     def reset(self, learning: OptimConfig) -> None:
@@ -90,6 +93,7 @@ class FlatParams:
     def grow_from(self, donor: FlatParams) -> None:
         """Become a copy of another stage, with the state that the optimizer gives to a grown layer."""
         self.values.copy_(donor.values)
+        self.changes += 1
         self.optimizer.clear_state()
         for each in self.optimizer.state_tensors:
             if each.grown == "copied":
@@ -108,6 +112,7 @@ class FlatParams:
         """
         whole = self.gradient if summed is None else summed
         self.optimizer.step_along(whole, rate, scale)
+        self.changes += 1
         self.steps += 1
         self.gradient.zero_()
 
@@ -151,6 +156,7 @@ class FlatParams:
 
     def write_state(self, first: int, given: Tensor, *, added: bool = False) -> None:
         """Write a range of the state, or add to weights."""
+        self.changes += 1
         for part, here in self._parts_of(first, len(given)):
             values, given = given[: len(here)], given[len(here) :]
             if 0 < part <= len(self.optimizer.state):
@@ -173,6 +179,36 @@ class FlatParams:
             if here:
                 found.append((number, here))
         return found
+
+
+class WeightCopies:
+    """Copies of weights in the type of computing, which take the weights' place in their modules. Their gradients are
+    of that type, and are added to the sums of the stage as they come."""
+
+    def __init__(self, weights: FlatParams, named: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+        self._weights = weights
+        self._made_of = weights.changes
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        for slot in weights.slots:
+            if slot.name in named:
+                each, master = named[slot.name], slot.of(weights.values)
+                each.grad = None
+                each.data = master.to(dtype)
+                each.register_post_accumulate_grad_hook(partial(_add_gradient, slot.of(weights.gradient)))
+                self._pairs.append((each.data, master))
+
+    def refresh(self, *, unused: bool) -> None:
+        """Make them anew if weights have been changed; or if they are `unused`, for a change that was not told."""
+        if unused or self._made_of != self._weights.changes:
+            self._made_of = self._weights.changes
+            for copy, master in self._pairs:
+                copy.copy_(master)
+
+
+def _add_gradient(total: Tensor, weight: Tensor) -> None:
+    if weight.grad is not None:  # it is None where a split backward has put it off
+        total.add_(weight.grad)
+        weight.grad = None
 
 
 def mean_squared_norm(summed: Tensor, visits: int, device: torch.device) -> float:

@@ -18,13 +18,14 @@ from skippipe.model.stage import AdaptedLinear, StageModel
 ROOM = 1.25  # memory for each byte of weights and KV cache: activations take the rest
 
 
-def inference_devices(text: str, needed_bytes: int) -> list[str]:
-    """The devices that a text names; of all GPUs of the machine (`cuda`) the first ones, as many as are needed to hold
-    so many bytes: each more makes a token slower."""
+def inference_devices(text: str, needed_bytes: int, first: int = 0) -> list[str]:
+    """The devices that a text names; of all GPUs of the machine (`cuda`) as many as are needed to hold so many bytes,
+    because each more makes a token slower. The `first` may be any number: nodes of one machine take them in turn."""
     found = parse_devices(text)
     if text != "cuda":
         return found
-    free_bytes = 0
+    first %= len(found)
+    found, free_bytes = [*found[first:], *found[:first]], 0
     for count, device in enumerate(found[:-1], 1):
         free_bytes += torch.cuda.mem_get_info(device)[0]  # not of more than are needed: asking takes memory there
         if free_bytes >= ROOM * needed_bytes:

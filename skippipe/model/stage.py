@@ -101,12 +101,16 @@ class StageModel(nn.Module):
         """What reaches the stage that the hop leads to: over a bridge, if there is one."""
         return hidden if hop is None or self.stand_ins is None else self.stand_ins.cross(hidden, hop)
 
-    def loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """The loss of the next token, the mean over all tokens of the microbatch that count: negative labels do not."""
+    def loss(self, hidden: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
+        """The loss of the next token, the mean over all tokens of the microbatch that count: negative labels do not.
+        If these are some of its tokens, their part of the mean, where so many were `counted` in all."""
         assert self.norm is not None, "only stage 0 has the head"
         assert self.head is not None
         logits = self.head(self.norm(hidden))
-        return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+        values, wanted = logits.flatten(0, -2).float(), labels.flatten()
+        if counted is None:
+            return functional.cross_entropy(values, wanted)
+        return functional.cross_entropy(values, wanted, reduction="sum") / counted
 
     def balance(self) -> Tensor | None:
         """The weighted balancing loss of the forward pass that just ended; None for dense layers.

@@ -3,7 +3,11 @@
 `StageStep` holds what a microbatch leaves behind from its forward to the end of its backward, and adds up gradients
 over the microbatches that came. A microbatch that comes again after a failure, because a node further on needs it,
 may not count: then its input gradient is as before and nothing is added. With bf16, activations and products are bf16,
-under autocast; weights, gradients and norms stay fp32.
+under autocast; weights, gradients and norms stay fp32. Linear maps have copies of their weights in bf16, made once and
+shared by all microbatches on their way: autocast would make new ones for each and keep them until its backward pass.
+Where activations are recomputed, to save memory, the copies are autocast's, for a layer at a time.
+
+The head takes a large microbatch in pieces, because logits are many times its size.
 
 What a stage adds to a microbatch may be scaled up, for the stages that were skipped; or a bridge stands in for those
 between the stage and the one where the path goes on. And the head may also look at the
@@ -25,36 +29,46 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from skippipe.jit import keep_compiled_forms
-from skippipe.model.flat_params import FlatParams
+from skippipe.model.flat_params import FlatParams, WeightCopies
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import Bridges, StageModel
 from skippipe.optim.config import OptimConfig
+from skippipe.workload import head_pieces
 
-DeferredGradients = list[tuple[nn.Parameter, Tensor, Tensor]]
-"""Weight, input and output gradient of every linear map whose weight gradient is still to be computed."""
+DeferredGradients = list[tuple[Tensor, Tensor, Tensor]]
+"""Of every linear map whose weight gradient is still to be computed: the sum that it is added to, its input and its
+output gradient."""
 Key = tuple[int, int]
 """Lane and microbatch of the lane."""
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, master: nn.Parameter, deferred: DeferredGradients) -> Tensor:
+    def forward(
+        ctx: Any,
+        inputs: Tensor,
+        weight: Tensor,
+        _trained: nn.Parameter,  # so that there is a backward pass, whether or not the inputs need one
+        total: Tensor,
+        deferred: DeferredGradients,
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.master = master
-        ctx.deferred = deferred
+        ctx.total, ctx.deferred = total, deferred
         return functional.linear(inputs, weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,) = gradients
         inputs, weight = ctx.saved_tensors
-        ctx.deferred.append((ctx.master, inputs, gradient))
-        return gradient @ weight, None, None, None
+        ctx.deferred.append((ctx.total, inputs, gradient))
+        return gradient @ weight, None, None, None, None
 
 
 class SplitLinear(nn.Linear):
     """A linear map whose backward pass defers its weight gradient."""
 
+    total: Tensor
+    """The sum of its weight gradients."""
     deferred: DeferredGradients
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -65,28 +79,32 @@ class SplitLinear(nn.Linear):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             inputs, weight = inputs.to(dtype), weight.to(dtype)
-        output: Tensor = _Linear.apply(inputs, weight.detach(), self.weight, self.deferred)  # type: ignore[no-untyped-call]
+        given = inputs, weight.detach(), self.weight, self.total, self.deferred
+        output: Tensor = _Linear.apply(*given)  # type: ignore[no-untyped-call]
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
+LINEAR = (nn.Linear, SplitLinear)
+
+
 def split_linears(layers: nn.Module, deferred: DeferredGradients) -> None:
-    """Make every linear map in these layers that is trained defer its weight gradient into this list."""
+    """Make every linear map in these layers that is trained, and has a gradient, defer its weight gradient into this
+    list."""
     for module in layers.modules():
         if type(module) is nn.Linear and module.weight.requires_grad:
             module.__class__ = SplitLinear
-            module.deferred = deferred  # type: ignore[assignment]
+            module.total, module.deferred = module.weight.grad, deferred  # type: ignore[assignment]
 
 
 def add_weight_gradients(deferred: DeferredGradients) -> None:
     """Compute weight gradients that were deferred, and add them to their sums."""
     with torch.no_grad():
-        for weight, inputs, gradient in deferred:
-            assert weight.grad is not None
+        for total, inputs, gradient in deferred:
             rows, columns = gradient.flatten(0, -2), inputs.flatten(0, -2)
-            if rows.dtype == weight.grad.dtype:
-                weight.grad.addmm_(rows.T, columns)
+            if rows.dtype == total.dtype:
+                total.addmm_(rows.T, columns)
             else:
-                weight.grad.add_(rows.T @ columns)
+                total.add_(rows.T @ columns)
 
 
 class SavedForBackward(NamedTuple):
@@ -144,7 +162,10 @@ class StageStep:
         self._low_precision = compute_dtype == "bf16"
         if split_backward:
             split_linears(self.model.layers, self._deferred_now)
-        self._loss: Callable[[Tensor, Tensor], Tensor] = self.model.loss
+        self._copies: WeightCopies | None = None
+        if self._low_precision:
+            self._copies = WeightCopies(self.weights, self._linear_weights(recompute), torch.bfloat16)
+        self._loss: Callable[..., Tensor] = self.model.loss
         if compiled:
             self._compile()
         self._split = split_backward
@@ -152,7 +173,7 @@ class StageStep:
     def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, target: int = 0) -> Tensor:
         """The forward pass at the data node. Like any other, it replaces an earlier one of the same microbatch."""
         with self.autocast():
-            outputs = self._forward(key, self.model.embed(tokens), starts=starts, target=target)
+            outputs = self._forward(key, self._rounded(self.model.embed(tokens)), starts=starts, target=target)
         self._exit_early(key)
         return outputs
 
@@ -163,7 +184,8 @@ class StageStep:
 
         `starts` is where conversations begin (see `StageModel.forward`); `target` the stage where the path goes on, or
         the number of stages for the head: past other stages it goes over a bridge, if there are any."""
-        return self._forward(key, hidden.detach().requires_grad_(), residual_scale, starts, target)
+        inputs = self._rounded(hidden).detach().requires_grad_()
+        return self._forward(key, inputs, residual_scale, starts, target)
 
     def head(
         self,
@@ -206,7 +228,7 @@ class StageStep:
         if self._split and counts:
             self.deferred[key] = self._deferred_now.copy()
         self._deferred_now.clear()
-        return back
+        return None if back is None else back.float()
 
     def weight_gradients(self, key: Key, *, counts: bool = True) -> None:
         """Add the weight gradients that a split backward has deferred; one that did not count has deferred none."""
@@ -218,16 +240,18 @@ class StageStep:
     @torch.no_grad()
     def evaluate(self, given: Tensor, starts: Tensor | None = None) -> Tensor:
         """A forward pass that leaves nothing behind: of tokens at the data node, else of activations."""
+        self._refresh_copies()
         with self.autocast():
             hidden = given if given.is_floating_point() else self.model.embed(given)
-            outputs: Tensor = self.model(hidden.to(torch.bfloat16) if self._low_precision else hidden, starts)
+            outputs: Tensor = self.model(self._rounded(hidden), starts)
         return outputs
 
     @torch.no_grad()
     def evaluate_head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The loss alone."""
+        self._refresh_copies()
         with self.autocast():
-            return self._loss(hidden, labels)
+            return torch.stack([self._loss(*piece) for piece in self._pieces(hidden, labels)]).sum()
 
     def drop(self, key: Key) -> None:
         """Forget a microbatch, if it is here."""
@@ -246,11 +270,11 @@ class StageStep:
         self, key: Key, inputs: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
     ) -> Tensor:
         self.held.pop(key, None)  # before the new one takes its memory; what was deferred is due all the same
+        self._refresh_copies()
         with self.autocast():
-            hidden = inputs.to(torch.bfloat16) if self._low_precision else inputs
-            outputs: Tensor = self.model(hidden, starts)
+            outputs: Tensor = self.model(inputs, starts)
             if residual_scale != 1.0:
-                outputs = torch.lerp(hidden, outputs, residual_scale)
+                outputs = torch.lerp(inputs, outputs, residual_scale)
             bridges, bridged = self.model.bridges, None
             if bridges is not None and target > bridges.stage + 1:
                 bridged = bridges(outputs, torch.full((len(outputs),), target, device=outputs.device))
@@ -258,12 +282,42 @@ class StageStep:
         return (outputs if bridged is None else bridged).detach()
 
     def _head(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
-        inputs = hidden.detach().requires_grad_()
-        with self.autocast():
-            loss = self._loss(inputs, labels)
-        back = input_gradient(inputs, [loss], [torch.full_like(loss, weight)], counts)
-        assert back is not None
-        return loss.detach(), back
+        self._refresh_copies()
+        losses, backs = [], []
+        for given, *wanted in self._pieces(hidden, labels):
+            inputs = given.detach().requires_grad_()
+            with self.autocast():
+                loss = self._loss(inputs, *wanted)
+            back = input_gradient(inputs, [loss], [torch.full_like(loss, weight)], counts)
+            assert back is not None
+            losses.append(loss.detach())
+            backs.append(back)
+        return torch.stack(losses).sum(), torch.cat(backs).view_as(hidden)
+
+    def _pieces(self, hidden: Tensor, labels: Tensor) -> list[tuple[Tensor, ...]]:
+        """What the head takes at a time: inputs, labels, and of a piece also how many labels count in all."""
+        assert self.model.head is not None, "only stage 0 has the head"
+        count = head_pieces(labels.numel(), len(self.model.head.weight))
+        if count == 1:
+            return [(hidden, labels)]
+        rows, wanted = hidden.flatten(0, -2).chunk(count), labels.flatten().chunk(count)
+        counted = (labels >= 0).sum()
+        return [(*pair, counted) for pair in zip(rows, wanted, strict=True)]
+
+    def _rounded(self, hidden: Tensor) -> Tensor:
+        return hidden.to(torch.bfloat16) if self._low_precision else hidden
+
+    def _linear_weights(self, recompute: bool) -> dict[str, nn.Parameter]:
+        """Weights of which there are copies: of the layers, unless these are recomputed, and of a head of its own."""
+        linear = [] if recompute else [each for each in self.model.layers.modules() if type(each) in LINEAR]
+        if self.model.head is not None and not self.model.spec.tied:
+            linear.append(self.model.head)
+        wanted = {id(each.weight) for each in linear}
+        return {name: each for name, each in self.model.trained_weights() if id(each) in wanted}
+
+    def _refresh_copies(self) -> None:
+        if self._copies is not None:
+            self._copies.refresh(unused=not self.held and not self.deferred)
 
     def _exit_early(self, key: Key) -> None:
         """Run the early exit as soon as stage 0's outputs and the labels are both here. A node that takes over a lost
@@ -283,7 +337,8 @@ class StageStep:
             self._loss = torch.compile(self.model.loss, dynamic=False)
 
     def autocast(self) -> Any:
-        return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)
+        device = torch.device(self.device).type  # its cache would keep the copies of a whole stage, each used once
+        return torch.autocast(device, torch.bfloat16, enabled=self._low_precision, cache_enabled=False)
 
 
 def input_gradient(inputs: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:

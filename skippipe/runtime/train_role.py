@@ -41,7 +41,9 @@ def train_role(config: dict[str, Any], join_config: JoinConfig, env: NodeEnv) ->
     stage = plan.stage_of[number]
     name = join_config.name
     others = plan.cluster.number.keys() - {name} if node_config.emulated else set()
-    devices = node_devices(join_config.devices, node_config.device, plan.cluster.nodes[number].devices)
+    nodes = plan.cluster.nodes
+    before = sum(node.devices for node in nodes[:number])
+    devices = node_devices(join_config.devices, node_config.device, nodes[number].devices, before)
     workers = 1 if _is_sharded(plan, number, devices) else len(devices)
     return Role(
         machine=TrainingNode(number, plan, env, workers),

@@ -275,7 +275,9 @@ def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConf
     asked = node_config.device if join_config.devices in (None, ALL_DEVICES) else join_config.devices
     whole_bytes, shape = weight_bytes(model), outline.spec.shape
     of_token = 2 * len(model.layers) * shape.kv_heads * shape.head_dim * next(model.parameters()).element_size()
-    devices = inference_devices(asked, whole_bytes + node_config.cache_tokens * of_token)
+    here_alone = join_config.devices is not None  # else the gateway has started it, with others, on its own machine
+    first = 0 if here_alone else node_config.number[join_config.name]
+    devices = inference_devices(asked, whole_bytes + node_config.cache_tokens * of_token, first)
     if len(devices) > 1:
         gib = whole_bytes / 2**30, node_config.cache_tokens * of_token / 2**30
         log.info(

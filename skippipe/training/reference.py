@@ -131,7 +131,7 @@ class ReferenceTrainer:
 
     def weights(self) -> dict[str, Tensor]:
         """All that are trained."""
-        return {name: each.detach() for stage in self.stages for name, each in stage.model.trained_weights()}
+        return {slot.name: slot.of(stage.weights.values) for stage in self.stages for slot in stage.weights.slots}
 
 
 def rounded(tensor: Tensor, codec: str) -> Tensor:

@@ -47,9 +47,11 @@ def costs(plan: Json) -> Costs:
     attention = d * (2 * h + 2 * k)
     layer_parameters: int = attention + 3 * d * f * e + 2 * d + (d * e if e > 1 else 0)
     layer_forward = n * (2 * t * (attention + 3 * d * f * model["experts_active"]) + 2 * t**2 * h)
-    token_bytes = {"fp32": 4, "bf16": 2}[work["compute_dtype"]] * n * t
-    layer_bytes: int = token_bytes * (4 * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
+    computed = {"fp32": 4, "bf16": 2}[work["compute_dtype"]]
+    token_bytes, rounded, tied = computed * n * t, computed == 2, model["tied_embeddings"]
+    layer_bytes: int = token_bytes * ((11 if rounded else 6) * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
     checkpointing = work["activation_checkpointing"]
+    linear_parameters = attention + (3 * d * f if e == 1 else 0)
     ends: int = (v if model["tied_embeddings"] else 2 * v) * d + d
     adapters: int = work.get("adapter_parameters", 0)
     bridges: int = work.get("bridge_parameters", 0)
@@ -68,16 +70,38 @@ def costs(plan: Json) -> Costs:
     def fixed_by(stage: int, layers: int, bridged: bool = True) -> int:
         total: int = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers, bridged)
         total += 3 * sum(rounds_by(stage, layers, bridged)) if gradient_dtypes[stage].startswith("rank-") else 0
-        total += checkpointing * layer_bytes + (8 * n * t * v if stage == 0 else 0)
+        total += max(work_of_layer(), work_of_head() if stage == 0 else 0)
+        if rounded and not checkpointing:
+            total += 2 * layers * (adapters or linear_parameters)
+        if rounded and stage == 0 and not tied and not adapters:
+            total += 2 * v * d
         if adapters:
-            linear = layers * (attention + (3 * d * f if e == 1 else 0)) + (ends if stage == 0 else 0)
+            linear = layers * linear_parameters + (ends if stage == 0 else 0)
             total += 4 * (layers * layer_parameters + (ends if stage == 0 else 0))
-            total -= (4 - {"fp32": 4, "bf16": 2}[work["compute_dtype"]]) * linear
+            total -= (4 - computed) * linear
         return total
 
+    def work_of_layer() -> int:
+        work = token_bytes * (3 * f * model["experts_active"] + d) + checkpointing * layer_bytes
+        if adapters:
+            return int(work)
+        if rounded and checkpointing:
+            return int(work + 2 * linear_parameters + 6 * d * f)
+        return int(work + computed * d * f)
+
+    def work_of_head() -> int:
+        pieces = max(1, -(-n * t * v // 2**27))
+        tokens = -(-n * t // pieces)
+        if adapters:
+            first, second = 12 * tokens * v, computed * tokens * v
+        elif rounded and tied:
+            first, second = 12 * tokens * v + 2 * v * d, 2 * tokens * v + 8 * v * d
+        else:
+            first, second = 12 * tokens * v, computed * (tokens * v + v * d)
+        return int(max(first, second) + 8 * tokens * d)
+
     def held_by(layers: int) -> int:
-        each: int = token_bytes * d if checkpointing else layer_bytes
-        return layers * each
+        return int((layers + 1) * token_bytes * d if checkpointing else layers * layer_bytes + 4 * n * t * d)
 
     def room(node: Json, stage: int, layers: int, bridged: bool = True) -> int:
         free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers)))

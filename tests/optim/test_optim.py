@@ -358,8 +358,8 @@ def test_an_optimizer_that_mixes_numbers_takes_no_newcomers() -> None:
 
 
 def test_the_planner_counts_what_an_optimizer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    adamw = Workload(MODELS["llama-tiny"], optimizer="adamw")
-    parameters = adamw.stage_parameters(1, 4)
+    adamw = Workload(MODELS["llama-tiny"], optimizer="adamw", compute_dtype="fp32")
+    parameters, working = adamw.stage_parameters(1, 4), adamw.working_bytes(1)
     found: dict[str, Any] = {}
     for name in ("adamw", "adamw8bit", "muon", "sgd", "rowwise"):
         work = replace(adamw, optimizer=name)
@@ -378,14 +378,14 @@ def test_the_planner_counts_what_an_optimizer_holds(monkeypatch: pytest.MonkeyPa
     }
     muon, ends = replace(adamw, optimizer="muon"), adamw.model.end_parameters
     assert adamw.fixed_bytes(0, 4) - muon.fixed_bytes(0, 4) == 4 * (adamw.stage_parameters(0, 4) - ends)
-    assert adamw.fixed_bytes(1, 4) == 20 * parameters
+    assert adamw.fixed_bytes(1, 4) == 20 * parameters + working
     offloaded = {
         (name, offload): replace(adamw, optimizer=name, offload=offload)
         for name in ("adamw", "adamw8bit")
         for offload in ("averaging", "optimizer")
     }
     monkeypatch.setattr(workload, "HOST_PIECE", 0)
-    held = {key: work.fixed_bytes(1, 4) / parameters for key, work in offloaded.items()}
+    held = {key: (work.fixed_bytes(1, 4) - working) / parameters for key, work in offloaded.items()}
     assert held == {
         ("adamw", "averaging"): 16,
         ("adamw", "optimizer"): 8,
@@ -397,7 +397,7 @@ def test_the_planner_counts_what_an_optimizer_holds(monkeypatch: pytest.MonkeyPa
         assert replace(work, gradient_dtype="bf16").fixed_bytes(1, 4) == work.fixed_bytes(1, 4)
         assert work.optimizer_flops(1, 4) > adamw.optimizer_flops(1, 4)
     for codec in ("bf16", "int8"):  # and what encoding takes away is added to the next gradient
-        assert replace(adamw, gradient_dtype=codec).fixed_bytes(1, 4) == 24 * parameters
+        assert replace(adamw, gradient_dtype=codec).fixed_bytes(1, 4) == 24 * parameters + working
 
 
 def test_slots_are_one_after_another() -> None:

@@ -374,3 +374,11 @@ def test_devices_of_a_node() -> None:
             parse_devices(text)
     with pytest.raises(UserError, match="this machine has 0 CUDA devices"):
         parse_devices("cuda:0-3")
+
+
+def test_nodes_that_a_job_starts_on_one_machine_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [node_devices(None, "cuda", 1, before) for before in range(5)] == [[f"cuda:{n}"] for n in (0, 1, 2, 3, 0)]
+    assert node_devices(None, "cuda", 2, 3) == ["cuda:3", "cuda:0"]
+    assert node_devices(ALL_DEVICES, "cuda", 1, 3) == [f"cuda:{number}" for number in range(4)]
+    assert node_devices("cuda:1-2", "cuda", 1, 3) == ["cuda:1", "cuda:2"]

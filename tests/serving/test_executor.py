@@ -271,5 +271,10 @@ def test_as_many_gpus_are_used_as_are_needed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (100, 120))
     assert [len(inference_devices("cuda", size)) for size in (80, 81, 160, 250, 1000)] == [1, 2, 2, 4, 4]
-    assert inference_devices("cuda:1-2", 80) == ["cuda:1", "cuda:2"]
+    assert [inference_devices("cuda", 160, node) for node in (1, 3, 4)] == [
+        ["cuda:1", "cuda:2"],
+        ["cuda:3", "cuda:0"],
+        ["cuda:0", "cuda:1"],
+    ]
+    assert inference_devices("cuda:1-2", 80, 1) == ["cuda:1", "cuda:2"]
     assert inference_devices("cpu:2", 80) == ["cpu", "cpu"]

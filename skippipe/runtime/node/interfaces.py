@@ -187,17 +187,21 @@ class JoinConfig:
     """How long to wait for the coordinator, before training starts and whenever it is gone."""
 
 
-def node_devices(asked: str | None, of_job: str, planned: int) -> list[str]:
+def node_devices(asked: str | None, of_job: str, planned: int, before: int = 0) -> list[str]:
     """The devices of one node, which work side by side: those that it was `asked` to use, else the job's.
 
-    Where no number is given there are as many as `planned`, or all GPUs of a machine that was asked for them."""
+    Where no number is given there are as many as `planned`, or all GPUs of a machine that was asked for them. Nodes that
+    a job starts on one machine take its GPUs in turn: the nodes `before` this one have so many."""
     text = of_job if asked in (None, ALL_DEVICES) else asked
     if text == "cpu":
         return ["cpu"] * planned
     from skippipe.model.model_spec import parse_devices
 
     found = parse_devices(text)
-    return found[:planned] if asked is None and text == "cuda" else found
+    if asked is not None or text != "cuda":
+        return found
+    first = before % len(found)
+    return [*found[first:], *found[:first]][:planned]
 
 
 RoleBuilder = Callable[[dict[str, Any], JoinConfig, NodeEnv], Role]

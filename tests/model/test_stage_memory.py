@@ -1,0 +1,161 @@
+"""What a stage keeps and needs in memory is what plans count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+from skippipe import workload
+from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.model.stage import StageModel
+from skippipe.model.stage_step import StageStep
+from skippipe.model_shape import ModelShape
+from skippipe.optim.config import OptimConfig
+from skippipe.workload import Workload
+
+SHAPE = ModelShape("small", 3, 128, 4, 2, 32, 384, 1024)
+SHAPES = [SHAPE, ModelShape("deep", 4, 64, 4, 4, 16, 512, 512), replace(SHAPE, tied_embeddings=True)]
+KEY = (0, 0)
+
+
+def stage_of(shape: ModelShape, work: Workload | None = None, **options: Any) -> StageStep:
+    spec = ModelSpec(llama_config(shape), seed=0)
+    if work is not None:
+        options = {"compute_dtype": work.compute_dtype, "recompute": work.activation_checkpointing, **options}
+    return StageStep(spec, range(shape.layers), OptimConfig(), ends=True, **options)
+
+
+def workload_of(shape: ModelShape, compute_dtype: str, checkpointing: bool = False) -> Workload:
+    return Workload(shape, 128, 2, 4, compute_dtype=compute_dtype, activation_checkpointing=checkpointing)
+
+
+def drawn(work: Workload) -> tuple[Tensor, Tensor]:
+    """Activations and labels of a microbatch."""
+    torch.manual_seed(0)
+    sizes = work.samples_per_microbatch, work.sequence_tokens
+    return torch.randn(*sizes, work.model.hidden), torch.randint(work.model.vocab, sizes)
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that was allocated at one time, beyond what there was."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        run()
+    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    now = most = 0
+    for _, size in sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"):
+        now += size
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.name)
+def test_what_a_microbatch_keeps_is_counted(shape: ModelShape, compute_dtype: str, checkpointing: bool) -> None:
+    work = workload_of(shape, compute_dtype, checkpointing)
+    step, (hidden, _) = stage_of(shape, work), drawn(work)
+    step.evaluate(hidden)  # rotations and masks, which all microbatches share
+    shared = {each.untyped_storage().data_ptr() for each in step.model.parameters()}
+    shared |= {each.untyped_storage().data_ptr() for _, pair, _ in step.model._of_shape.values() for each in pair}
+    found: dict[int, int] = {}
+
+    def note(each: Tensor) -> Tensor:
+        storage = each.untyped_storage()
+        if storage.data_ptr() not in shared:
+            found[storage.data_ptr()] = storage.nbytes()
+        return each
+
+    with saved_tensors_hooks(note, lambda each: each):
+        step.forward(KEY, hidden)
+    for each in step.held[KEY][:2]:
+        note(each)
+    assert sum(found.values()) == pytest.approx(work.held_bytes(shape.layers), rel=0.01)
+
+
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES[2]], ids=["untied", "tied"])
+def test_what_the_head_needs_is_counted(shape: ModelShape, compute_dtype: str) -> None:
+    work = workload_of(shape, compute_dtype)
+    step, given = stage_of(shape, work), drawn(work)
+    step.head(KEY, *given)
+    assert peak_bytes(lambda: step.head(KEY, *given)) == pytest.approx(work._head_work_bytes(), rel=0.03)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+def test_what_a_backward_pass_needs_is_counted(compute_dtype: str, checkpointing: bool) -> None:
+    """On a CPU, the sum of a bf16 and an fp32 tensor takes a copy in between."""
+    work = workload_of(SHAPE, compute_dtype, checkpointing)
+    step, (hidden, _) = stage_of(SHAPE, work), drawn(work)
+    for _ in range(2):
+        step.forward(KEY, hidden)
+        found = peak_bytes(lambda: step.backward(KEY, hidden))
+    counted = work._layer_work_bytes()
+    copied = 4 * SHAPE.hidden * SHAPE.intermediate if compute_dtype == "bf16" and not checkpointing else 0
+    assert 0.6 * counted < found <= 1.01 * (counted + copied)
+
+
+def test_a_head_in_pieces_is_the_same_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = workload_of(SHAPE, "fp32")
+    hidden, labels = drawn(work)
+    labels[0, 100:] = -100  # these do not count
+    found = []
+    for most in (2**27, 2**15):
+        monkeypatch.setattr(workload, "LOGIT_VALUES", most)
+        step = stage_of(SHAPE, work)
+        made = step.head(KEY, hidden, labels, share=0.5)
+        found.append((*made, step.weights.gradient, step.evaluate_head(hidden, labels)))
+    assert workload.head_pieces(labels.numel(), SHAPE.vocab) == 8
+    for whole, pieces in zip(*found, strict=True):
+        torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("shape", [SHAPE, SHAPES[2]], ids=["untied", "tied"])
+def test_copies_of_weights_compute_what_autocast_does(shape: ModelShape, split: bool) -> None:
+    work = workload_of(shape, "bf16")
+    hidden, labels = drawn(work)
+    step = stage_of(shape, work, split_backward=split)
+    model = StageModel(ModelSpec(llama_config(shape), seed=0), range(shape.layers), ends=True)
+    outputs, given = step.forward(KEY, hidden), hidden.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(given.to(torch.bfloat16))
+        loss = model.loss(leaf := expected.detach().float().requires_grad_(), labels)
+    loss.backward()
+    assert leaf.grad is not None
+    expected.backward(leaf.grad.to(torch.bfloat16))
+    found, back = step.head(KEY, outputs.float(), labels)
+    before = step.backward(KEY, back)
+    if split:
+        step.weight_gradients(KEY)
+    assert torch.equal(outputs, expected)
+    assert torch.equal(found, loss)
+    assert torch.equal(before, given.grad)
+    expected_gradients = {name: each.grad for name, each in model.named_weights()}
+    assert sum(each is None for each in expected_gradients.values()) == (not shape.tied_embeddings)  # the embedding
+    for slot in step.weights.slots:
+        gradient = expected_gradients[slot.name]
+        assert gradient is None or torch.equal(slot.of(step.weights.gradient), gradient), slot.name
+
+
+def test_copies_of_weights_follow_them() -> None:
+    work = workload_of(SHAPE, "bf16")
+    step, (hidden, _) = stage_of(SHAPE, work), drawn(work)
+    first = step.evaluate(hidden)
+    step.forward(KEY, hidden)  # from now on, a microbatch uses the copies
+    step.weights.write_state(0, torch.zeros(len(step.weights.values)))
+    assert not torch.equal(step.evaluate(hidden), first)
+    step.drop_all()
+    step.weights.values.copy_(stage_of(SHAPE).weights.values)  # nobody is told
+    assert torch.equal(step.evaluate(hidden), first)
+    step.forward(KEY, hidden)
+    step.weights.gradient.fill_(1.0)
+    step.weights.step(0.1, 1.0)
+    assert not torch.equal(step.evaluate(hidden), first)
