@@ -187,7 +187,6 @@ def test_the_coordinator_is_killed_and_started_again_elsewhere(play: Play) -> No
     assert not outcome.said("learning"), "nobody has lost anything"
 
 
-@pytest.mark.slow  # test_run_folder.py: a full disk
 def test_a_spoiled_gradient_is_left_out_and_a_full_disk_costs_a_checkpoint(play: Play) -> None:
     outcome = play(
         poison(node=6).at(iteration=1, during="backward"),
