@@ -194,7 +194,8 @@ class WeightCopies:
                 each, master = named[slot.name], slot.of(weights.values)
                 each.grad = None
                 each.data = master.to(dtype)
-                each.register_post_accumulate_grad_hook(partial(_add_gradient, slot.of(weights.gradient)))
+                total = slot.of(weights.gradient)
+                each.register_post_accumulate_grad_hook(partial(_add_gradient, total))  # type: ignore[no-untyped-call]
                 self._pairs.append((each.data, master))
 
     def refresh(self, *, unused: bool) -> None:

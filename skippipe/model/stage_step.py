@@ -297,7 +297,8 @@ class StageStep:
     def _pieces(self, hidden: Tensor, labels: Tensor) -> list[tuple[Tensor, ...]]:
         """What the head takes at a time: inputs, labels, and of a piece also how many labels count in all."""
         assert self.model.head is not None, "only stage 0 has the head"
-        count = head_pieces(labels.numel(), len(self.model.head.weight))
+        vocabulary: int = self.model.spec.config.vocab_size
+        count = head_pieces(labels.numel(), vocabulary)
         if count == 1:
             return [(hidden, labels)]
         rows, wanted = hidden.flatten(0, -2).chunk(count), labels.flatten().chunk(count)

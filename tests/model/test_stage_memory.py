@@ -47,7 +47,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     """The most memory that was allocated at one time, beyond what there was."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
-    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = found.profiler.kineto_results.events()
     now = most = 0
     for _, size in sorted((each.start_ns(), each.nbytes()) for each in events if each.name() == "[memory]"):
         now += size
@@ -128,15 +128,16 @@ def test_copies_of_weights_compute_what_autocast_does(shape: ModelShape, split: 
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(given.to(torch.bfloat16))
         loss = model.loss(leaf := expected.detach().float().requires_grad_(), labels)
-    loss.backward()
+    torch.autograd.backward([loss])
     assert leaf.grad is not None
-    expected.backward(leaf.grad.to(torch.bfloat16))
+    torch.autograd.backward([expected], [leaf.grad.to(torch.bfloat16)])
     found, back = step.head(KEY, outputs.float(), labels)
     before = step.backward(KEY, back)
     if split:
         step.weight_gradients(KEY)
     assert torch.equal(outputs, expected)
     assert torch.equal(found, loss)
+    assert before is not None and given.grad is not None
     assert torch.equal(before, given.grad)
     expected_gradients = {name: each.grad for name, each in model.named_weights()}
     assert sum(each is None for each in expected_gradients.values()) == (not shape.tied_embeddings)  # the embedding

@@ -190,8 +190,8 @@ class JoinConfig:
 def node_devices(asked: str | None, of_job: str, planned: int, before: int = 0) -> list[str]:
     """The devices of one node, which work side by side: those that it was `asked` to use, else the job's.
 
-    Where no number is given there are as many as `planned`, or all GPUs of a machine that was asked for them. Nodes that
-    a job starts on one machine take its GPUs in turn: the nodes `before` this one have so many."""
+    Where no number is given there are as many as `planned`, or all GPUs of a machine that was asked for them. Nodes
+    that a job starts on one machine take its GPUs in turn: those `before` this one have so many."""
     text = of_job if asked in (None, ALL_DEVICES) else asked
     if text == "cpu":
         return ["cpu"] * planned
