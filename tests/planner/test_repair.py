@@ -93,7 +93,9 @@ def published() -> Plan:
 def sites() -> Plan:
     """A plan of which averaging is not the larger part."""
     work = Workload(MODELS["llama-1.5b"], microbatches=24, max_slots=4)
-    problem = Problem(five_sites(16), work, 4, 3)
+    cluster = five_sites(16)
+    roomy = tuple(replace(node, memory_bytes=2 * node.memory_bytes) for node in cluster.nodes)
+    problem = Problem(replace(cluster, nodes=roomy), work, 4, 3)
     return make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=300, clock=ticks()))
 
 
