@@ -312,9 +312,8 @@ class Workload:
         work = each * self._tokens * wide + (self._layer_bytes() if again else 0)
         if self.adapter_parameters:
             return work
-        rounded = (
-            self.compute_dtype == "bf16" and again
-        )  # weights are, for this layer; and gradients come in both types
+        # for a layer that is recomputed in bf16, weights are rounded, and gradients come in both types
+        rounded = again and self.compute_dtype == "bf16"
         work += each * model.linear_parameters if rounded else 0
         return work + (each + STORED_BYTES if rounded else each) * model.hidden * model.intermediate
 
