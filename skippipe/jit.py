@@ -90,10 +90,12 @@ def python_version(function: Function) -> Function:
 
 
 def keep_compiled_forms() -> None:
-    """Have torch.compile keep more forms of a function than its usual few, beyond which it compiles no more."""
+    """Have torch.compile keep more forms of a function than its usual few, beyond which it compiles no more; each whole
+    number that a function reads from an object is a constant of its form."""
     from torch._dynamo import config
 
     config.recompile_limit = max(config.recompile_limit, MOST_COMPILED)
+    config.specialize_int = True  # or the second codec with other bits would be compiled for any number of bits
 
 
 def compiled_on_device(function: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:

@@ -137,8 +137,10 @@ def sound_scales(scale: Tensor) -> Tensor:
     """Scales as bf16 can hold them, in fp32: NaN for what is not finite, and 0 where fp32 runs out of digits."""
     import torch
 
-    scale = scale.to(torch.bfloat16).float()
-    return scale.where(scale.isfinite(), torch.nan).where(~(scale < SMALLEST_SCALE), 0.0)
+    bits = scale.view(torch.int32)  # no cast to bf16 and back: compiled for a GPU, that may be left out
+    nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) & -0x10000).view(torch.float32)
+    finite = scale.isfinite() & nearest.isfinite()
+    return nearest.where(nearest >= SMALLEST_SCALE, 0.0).where(finite, torch.nan)
 
 
 def inverse(scale: Tensor, factor: float) -> Tensor:
@@ -151,12 +153,10 @@ def _rotated(tiles: Tensor) -> Tensor:
     import torch
 
     tile = tiles.shape[1]
-    if torch.compiler.is_compiling():
-        return _expanded(tiles.float() * _signs(tile, tiles).float()).t()
     if tiles.device.type == "cpu":
         return _butterflies((tiles * _signs(tile, tiles).float()).t().contiguous())
     with torch.autocast(tiles.device.type, enabled=False):
-        return torch.mm(_matrix(tile, tiles), tiles.float().t())
+        return torch.mm(tiles.float(), _matrix(tile, tiles).t()).t()
 
 
 def _rotated_back(levels: Tensor) -> Tensor:
@@ -164,27 +164,11 @@ def _rotated_back(levels: Tensor) -> Tensor:
     import torch
 
     tile = len(levels)
-    if torch.compiler.is_compiling():
-        return _expanded(levels.t().to(torch.int16)) * _signs(tile, levels).to(torch.int16)
     if levels.device.type == "cpu":
         signs = _signs(tile, levels).to(torch.int16)
         return (_butterflies(levels.to(torch.int16)) * signs.unsqueeze(1)).t().contiguous()
     with torch.autocast(levels.device.type, enabled=False):
         return torch.mm(levels.float().t(), _matrix(tile, levels))
-
-
-def _expanded(rows: Tensor) -> Tensor:
-    """H of each row, for torch.compile: each step is one expression, sums are taken in the order of `_butterflies`, and
-    several steps become one kernel (see `interface.COMPILE_OPTIONS`)."""
-    import torch
-
-    tile, distance = rows.shape[1], 1
-    signs = (1 - 2 * torch.arange(2, device=rows.device)).to(rows.dtype).unsqueeze(1)
-    while distance < tile:
-        pairs = rows.reshape(-1, tile // (2 * distance), 2, distance)
-        rows = (pairs[:, :, :1] + pairs[:, :, 1:] * signs).reshape(-1, tile)
-        distance *= 2
-    return rows
 
 
 def _butterflies(columns: Tensor) -> Tensor:

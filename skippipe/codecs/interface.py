@@ -25,9 +25,6 @@ SMALLEST_SCALE = 2.0**-126  # below it fp32 runs out of digits; values with such
 COMPILED_FROM = 4096  # values of a tensor: for fewer, nothing has to be compiled or read from disk
 COMPILE_OPTIONS: dict[str, Any] = {
     "emulate_precision_casts": True,  # or casts to bf16 and back would be left out, and products and sums be one
-    "realize_reads_threshold": 8,  # four steps of a Hadamard product, which read 16 values, go to memory once
-    "realize_opcount_threshold": 2000,
-    "realize_acc_reads_threshold": 64,
 }
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skippipe.codecs import compile_on_device
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
@@ -122,6 +123,7 @@ class Engine:
         self._distance: Callable[[Tensor, Tensor], Tensor] = _distances
         if compiled:
             keep_compiled_forms()  # of a layer: with adapters or without, with gradients or without, of many samples
+            compile_on_device()
             for stage in self.stages:
                 for layer in stage.layers:
                     layer.compile()

@@ -24,8 +24,7 @@ def sent(hidden: Tensor, wire: str, back: str = "") -> Tensor:
     """What arrives of activations after a hop; wire "": all of them.
 
     Microbatches are rounded together: the same as one by one, if the values of each fill whole blocks; each sample is a
-    matrix of its own for codecs with factors. Codecs are not
-    compiled: compiled ones rounded some values otherwise (int4 on a CPU), and were compiled anew for every size.
+    matrix of its own for codecs with factors.
     """
     if not wire:
         return hidden
