@@ -193,8 +193,8 @@ class AsyncEngine:
     _token_texts: dict[int, str] = field(init=False, default_factory=dict)
 
     def coverage(self) -> StageCoverage:
-        missing = tuple(stage for stage, nodes in enumerate(self.stage_nodes()) if not nodes)
-        return StageCoverage(self.gateway.covered_stages, self.gateway.stages, missing, self.gateway.broken_hops)
+        gateway = self.gateway
+        return StageCoverage(gateway.covered_stages, gateway.stages, gateway.missing, gateway.broken_hops)
 
     def stage_nodes(self) -> Sequence[int]:
         return self.gateway.stage_nodes

@@ -100,6 +100,8 @@ class GatewayThread:
         """Numbers of lost nodes, broken links and failed steps, for the metrics."""
         self.covered_stages = 0
         """Stages that are there for the next answer; 0 where none can be given. To be read by other threads."""
+        self.missing: tuple[int, ...] = tuple(range(self.stages))
+        """Stages that no node holds, or that no route can reach. To be read by other threads."""
         self.broken_hops: tuple[tuple[int, int], ...] = ()
         """Stages from one to the other of which nothing can be sent. To be read by other threads."""
         self.stage_nodes: tuple[int, ...] = (0,) * self.stages
@@ -185,8 +187,8 @@ class GatewayThread:
                 self._callback.happened(f"{event.kind}: '{event.name}' {event.text}")
         self._scheduler.tick()
         scheduler = self._scheduler
-        can_answer = scheduler.is_ready and scheduler.reach.has_route
-        self.covered_stages = int(scheduler.coverage * self.stages) if can_answer else 0
+        self.covered_stages = len(scheduler.reach.stages) if scheduler.is_ready else 0
+        self.missing = scheduler.missing
         self.broken_hops = scheduler.reach.broken_hops
         self.stage_nodes = tuple(map(len, scheduler.holders))
         self.stats = {

@@ -1,7 +1,8 @@
-"""Which nodes hold which stage, and the fastest route through one node of every stage that is held."""
+"""Which nodes hold which stage, which links work, and the fastest route through one node of every stage in reach."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -12,7 +13,9 @@ from skippipe.codecs import CODECS
 from skippipe.constraints import circle
 from skippipe.errors import UserError
 from skippipe.model_shape import ModelShape
+from skippipe.runtime.rendezvous import APART_S
 
+LOST_STEP_PENALTY = 10  # times longer that a link seems, for every step that was lost on a route over it
 MAX_REPLICATED_STAGES = 8  # a model of more stages gets one node for each unless --nodes says more
 
 
@@ -83,9 +86,10 @@ def fastest_route(
 
 
 class Reach(NamedTuple):
-    """Whether the nodes that hold stages reach each other, so that there is a route."""
+    """Which stages a route leads through, and why it leaves out others that are held."""
 
-    has_route: bool = False
+    stages: tuple[int, ...] = ()
+    """Stages of the route that has most of them, the fastest of such; none without a node of stage 0."""
     broken_hops: tuple[tuple[int, int], ...] = ()
     """Stage and the next one that is held, if no node of the one reaches any node of the other."""
 
@@ -97,12 +101,94 @@ def reach_of(holders: Sequence[Sequence[int]], cost: RouteCost) -> Reach:
         for a, b in circle(held)
         if all(cost.hop_s(sender, receiver) == inf for sender in holders[a] for receiver in holders[b])
     )
-    return Reach(any(fastest_route(holders, cost, {}, start) for start in holders[0]), tuple(broken))
+    if any(fastest_route(holders, cost, {}, start) for start in holders[0]):
+        return Reach(tuple(held), tuple(broken))
+    routes = (_longest_route(holders, cost, start) for start in holders[0])
+    stages = min(routes, default=(0, 0.0, ()))[2]
+    return Reach(stages, tuple(broken))
+
+
+def _longest_route(holders: Sequence[Sequence[int]], cost: RouteCost, start: int) -> tuple[int, float, tuple[int, ...]]:
+    """Of the route from this node and back that leaves out the fewest stages, the fastest of such: minus the number of
+    its stages, its seconds, and the stages."""
+    best: dict[int, tuple[int, float, tuple[int, ...]]] = {start: (-1, 0.0, (0,))}
+    for stage, nodes in enumerate(holders[1:], start=1):
+        found = {}
+        for node in nodes:
+            task_s = cost.task_s(stage, node)
+            ways = (
+                (count - 1, so_far_s + hop_s + task_s, (*stages, stage))
+                for last, (count, so_far_s, stages) in best.items()
+                if (hop_s := cost.hop_s(last, node)) < inf
+            )
+            if (way := min(ways, default=None)) is not None:
+                found[node] = way
+        best |= found
+    return min(
+        (count, so_far_s + hop_s, stages)
+        for last, (count, so_far_s, stages) in best.items()
+        if (hop_s := cost.hop_s(last, start)) < inf
+    )
 
 
 def links(path: Sequence[int]) -> set[frozenset[int]]:
     """The links between one node of a path and the next, and back to the first."""
     return {frozenset(pair) for pair in circle(path) if pair[0] != pair[1]}
+
+
+@dataclass
+class LinkStates:
+    """Links that do not work, and links on which steps were lost: routes avoid them."""
+
+    cost: RouteCost
+    """Of links that work."""
+    _broken: dict[frozenset[int], float] = field(default_factory=dict)
+    """Link → when it is tried again, on the scheduler's clock; infinite: when something has changed."""
+    _wait_s: dict[frozenset[int], float] = field(default_factory=dict)
+    """Link that nodes have reported → how long it was or is not to be tried."""
+    _lost_steps: Counter[frozenset[int]] = field(default_factory=Counter)
+    """Link → how many steps in a row were lost on routes over it."""
+
+    def retry_ns(self, a: int, b: int, now_ns: int) -> float | None:
+        """When a link that is reported now is to be tried again, after a wait that grows; None: it is known."""
+        link = frozenset((a, b))
+        if link in self._broken:
+            return None
+        self._wait_s[link] = min(2 * self._wait_s.get(link, APART_S[0] / 2), APART_S[1])
+        return now_ns + 1e9 * self._wait_s[link]
+
+    def broken(self, a: int, b: int, until_ns: float) -> None:
+        self._broken[frozenset((a, b))] = until_ns
+
+    def mended(self, a: int, b: int) -> None:
+        self._broken.pop(frozenset((a, b)), None)
+
+    def due(self, now_ns: int) -> list[frozenset[int]]:
+        """Broken links that are to be tried again."""
+        return [link for link, until_ns in self._broken.items() if now_ns >= until_ns]
+
+    def node_joined(self, node: int) -> None:
+        """A node that comes again may be elsewhere: its links may work."""
+        self._broken = {link: until_ns for link, until_ns in self._broken.items() if node not in link}
+        self._wait_s = {link: wait_s for link, wait_s in self._wait_s.items() if node not in link}
+
+    def step_done(self, path: Sequence[int]) -> None:
+        for link in links(path):
+            self._lost_steps.pop(link, None)
+            self._wait_s.pop(link, None)
+
+    def step_lost(self, path: Sequence[int]) -> None:
+        self._lost_steps.update(links(path))
+
+    def task_s(self, stage: int, node: int) -> float:
+        return self.cost.task_s(stage, node)
+
+    def hop_s(self, sender: int, receiver: int) -> float:
+        """The cost of a hop: infinite over broken links, and higher over links where steps were lost."""
+        link = frozenset((sender, receiver))
+        if link in self._broken:
+            return inf
+        return self.cost.hop_s(sender, receiver) * (1 + LOST_STEP_PENALTY * self._lost_steps[link])
 
 
 def local_node_names(stages: int, nodes: int | None) -> list[str]:

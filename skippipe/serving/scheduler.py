@@ -6,8 +6,8 @@ one with its last token. The gateway sends the step to the nodes of the route, w
 first node embeds in the beginning and samples in the end.
 
 A sequence that loses its route is put on another one and computed again from its first token. As sampling depends on
-seed, position and the tokens before alone, the answer goes on as it would have. A stage that has lost its last node is
-waited for; when the grace period is over, routes do without it.
+seed, position and the tokens before alone, the answer goes on as it would have. A stage that has lost its last node, or
+whose nodes no route can reach any more, is waited for; when the grace period is over, routes do without it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,17 @@ from math import inf
 from typing import Protocol
 
 from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
-from skippipe.runtime.rendezvous import APART_S
-from skippipe.serving.routing import Reach, RouteCost, ServingRoute, UniformCost, fastest_route, links, reach_of
+from skippipe.serving.routing import (
+    LinkStates,
+    Reach,
+    RouteCost,
+    ServingRoute,
+    UniformCost,
+    fastest_route,
+    links,
+    reach_of,
+)
 
-LOST_STEP_PENALTY = 10  # times longer that a link seems, for every step that was lost on a route over it
 MAX_FAILED_STEPS = 3  # steps of a sequence that nodes may report as failed
 
 
@@ -164,7 +171,7 @@ class ServingSettings:
     wait_timeout: timedelta = timedelta(seconds=30)
     """How long a request waits while there is no route at all."""
     grace: timedelta = timedelta(seconds=5)
-    """How long a stage that has lost its last node is waited for, before answers go on without it."""
+    """How long a stage that is missing is waited for, before answers go on without it."""
     startup_timeout: timedelta = timedelta(minutes=10)
     """How long requests wait for the first node of every stage, before answers are given without some stages."""
 
@@ -187,21 +194,19 @@ class Scheduler:
     _routes: dict[int, ServingRoute] = field(default_factory=dict)
     _steps: dict[int, ServingStep] = field(default_factory=dict)
     """Steps in flight, by their number."""
-    _broken_links: dict[frozenset[int], float] = field(default_factory=dict)
-    """Link → when it is tried again, on the environment's clock; infinite: when something has changed."""
-    _broken_s: dict[frozenset[int], float] = field(default_factory=dict)
-    """Link that nodes have reported → how long it was or is not to be tried."""
+    _links: LinkStates = field(init=False)
     _reach: Reach | None = None
     """None: nodes or links have changed since it was found out."""
-    _lost_steps: Counter[frozenset[int]] = field(default_factory=Counter)
-    """Link → how many steps in a row were lost on routes over it."""
     _numbers: Counter[str] = field(default_factory=Counter)
     _startup_until_ns: int | None = field(init=False)
     """None: every stage was there once, or the time for that is over."""
+    _had_stages: set[int] = field(default_factory=set)
+    """Stages that were there once."""
     _lost_stages_ns: dict[int, int] = field(default_factory=dict)
-    """Stage → when it lost its last node."""
+    """Stage that was there → since when it is missing."""
 
     def __post_init__(self) -> None:
+        self._links = LinkStates(self.cost)
         self._startup_until_ns = self.env.now_ns() + _ns(self.settings.startup_timeout)
 
     # Requests
@@ -237,33 +242,28 @@ class Scheduler:
         if node in self.stage_of:
             self.node_lost(node)
         self.stage_of[node] = stage
-        self._lost_stages_ns.pop(stage, None)
-        self._broken_links = {link: until_ns for link, until_ns in self._broken_links.items() if node not in link}
-        self._broken_s = {link: wait_s for link, wait_s in self._broken_s.items() if node not in link}
+        self._links.node_joined(node)
         self._reach = None
-        if self.coverage == 1:
+        if all(self.holders):
             self._startup_until_ns = None
         self._schedule()
 
     def node_lost(self, node: int) -> None:
-        stage = self.stage_of.pop(node, None)
+        self.stage_of.pop(node, None)
         self._reach = None
-        if stage is not None and stage not in self.stage_of.values():
-            self._lost_stages_ns[stage] = self.env.now_ns()
         for route in [each for each in self._routes.values() if node in each.path]:
             self._abandon(route)
         self._schedule()
 
     def link_reported(self, a: int, b: int) -> None:
         """A node reports that it does not reach another, perhaps for a moment: they try again after a growing wait."""
-        link = frozenset((a, b))
-        if link not in self._broken_links:
-            self._broken_s[link] = min(2 * self._broken_s.get(link, APART_S[0] / 2), APART_S[1])
-            self.link_broken(a, b, self.env.now_ns() + 1e9 * self._broken_s[link])
+        retry_ns = self._links.retry_ns(a, b, self.env.now_ns())
+        if retry_ns is not None:
+            self.link_broken(a, b, retry_ns)
 
     def link_broken(self, a: int, b: int, until_ns: float = inf) -> None:
         """Two live nodes cannot reach each other."""
-        self._broken_links[frozenset((a, b))] = until_ns
+        self._links.broken(a, b, until_ns)
         self._reach = None
         for route in [each for each in self._routes.values() if {a, b} in links(each.path)]:
             self._abandon(route)
@@ -271,7 +271,7 @@ class Scheduler:
 
     def link_mended(self, a: int, b: int) -> None:
         """Two nodes can reach each other again."""
-        self._broken_links.pop(frozenset((a, b)), None)
+        self._links.mended(a, b)
         self._reach = None
         self._schedule()
 
@@ -289,9 +289,7 @@ class Scheduler:
             _check_report(row, token, pairs)
         del self._steps[number]
         step.route.step = None
-        for link in links(step.route.path):
-            self._lost_steps.pop(link, None)
-            self._broken_s.pop(link, None)
+        self._links.step_done(step.route.path)
         for row, token, pairs in rows:
             sequence = row.sequence
             if sequence.route != step.route.number:  # it was cancelled meanwhile
@@ -323,12 +321,13 @@ class Scheduler:
         now_ns = self.env.now_ns()
         if self._startup_until_ns is not None and now_ns >= self._startup_until_ns:
             self._startup_until_ns = None
-        for a, b in [link for link, until_ns in self._broken_links.items() if now_ns >= until_ns]:
+        for a, b in self._links.due(now_ns):
             self.link_mended(a, b)
         late_ns = now_ns - _ns(self.settings.step_timeout)
         for route in [each for each in self._routes.values() if each.step is not None and each.step_began_ns < late_ns]:
-            self._lost_steps.update(links(route.path))
+            self._links.step_lost(route.path)
             self._abandon(route)
+        self._note_missing()
         self._schedule()
         expired_ns = now_ns - _ns(self.settings.wait_timeout)
         if not (self._routes or self._in_grace):  # there is no route at all, it is not that all are full
@@ -348,8 +347,9 @@ class Scheduler:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Stages that no live node holds."""
-        return tuple(stage for stage, nodes in enumerate(self.holders) if not nodes)
+        """Stages that no live node holds, or that no route can reach."""
+        there = self.reach.stages or [stage for stage, nodes in enumerate(self.holders) if nodes]
+        return tuple(stage for stage in range(self.stages) if stage not in there)
 
     @property
     def holders(self) -> list[list[int]]:
@@ -358,9 +358,8 @@ class Scheduler:
 
     @property
     def coverage(self) -> Fraction:
-        """Share of the stages that a live node holds; 0 without stage 0."""
-        holders = self.holders
-        return Fraction(sum(map(bool, holders)), self.stages) if holders[0] else Fraction(0)
+        """Share of the stages that the next answer gets; 0 without stage 0."""
+        return Fraction(len(self.reach.stages), self.stages)
 
     @property
     def is_ready(self) -> bool:
@@ -369,13 +368,23 @@ class Scheduler:
 
     @property
     def reach(self) -> Reach:
-        """Whether a new request would find a route through the stages that are held."""
+        """The stages that a new request would find a route through."""
         if self._reach is None:
-            self._reach = reach_of(self.holders, self)
+            self._reach = reach_of(self.holders, self._links)
         return self._reach
+
+    def _note_missing(self) -> None:
+        """Notes since when stages are missing that were there."""
+        missing = set(self.missing)
+        lost = (missing & self._had_stages) - self._lost_stages_ns.keys()
+        kept = {stage: lost_ns for stage, lost_ns in self._lost_stages_ns.items() if stage in missing}
+        self._lost_stages_ns = kept | dict.fromkeys(lost, self.env.now_ns())
+        self._had_stages |= set(range(self.stages)) - missing
 
     def _schedule(self) -> None:
         """Puts waiting sequences on routes with room, and starts a step on every route without one in flight."""
+        if self._waiting:
+            self._note_missing()
         while self._waiting and self.is_ready and not self._in_grace:
             route = self._choose_route(self._waiting[0])
             if route is None:
@@ -391,14 +400,13 @@ class Scheduler:
 
     @property
     def _in_grace(self) -> bool:
-        """Was a stage lost so recently that it is still waited for?"""
+        """Is a stage missing for so short a time that it is still waited for?"""
         since_ns = self.env.now_ns() - _ns(self.settings.grace)
         return any(lost_ns > since_ns for lost_ns in self._lost_stages_ns.values())
 
     def _choose_route(self, sequence: SequenceState) -> ServingRoute | None:
         """The route with the fewest sequences, a new one if there may be more; None: all are full."""
-        held = sum(map(bool, self.holders))
-        usable = [route for route in self._routes.values() if len(route.path) == held]
+        usable = [route for route in self._routes.values() if route.missing == self.missing]
         roomy = [route for route in usable if self._has_room(route, sequence)]
         chosen = min(roomy, key=lambda route: len(route.slots), default=None)
         if (chosen is None or chosen.slots) and len(usable) < self.settings.routes_per_head * len(self.holders[0]):
@@ -413,24 +421,15 @@ class Scheduler:
 
     def _open_route(self) -> ServingRoute | None:
         load = Counter(node for route in self._routes.values() for node in route.path)
-        holders = self.holders
+        missing = self.missing
+        holders = [[] if stage in missing else nodes for stage, nodes in enumerate(self.holders)]
         for start in sorted(holders[0], key=lambda node: (load[node], node)):
-            path = fastest_route(holders, self, load, start)
+            path = fastest_route(holders, self._links, load, start)
             if path is not None:
-                route = ServingRoute(self._next("route"), path, self.missing)
+                route = ServingRoute(self._next("route"), path, missing)
                 self._routes[route.number] = route
                 return route
         return None
-
-    def task_s(self, stage: int, node: int) -> float:
-        return self.cost.task_s(stage, node)
-
-    def hop_s(self, sender: int, receiver: int) -> float:
-        """The cost of a hop: infinite over broken links, and higher over links where steps were lost."""
-        link = frozenset((sender, receiver))
-        if link in self._broken_links:
-            return inf
-        return self.cost.hop_s(sender, receiver) * (1 + LOST_STEP_PENALTY * self._lost_steps[link])
 
     def _start_step(self, route: ServingRoute) -> None:
         if not route.slots:

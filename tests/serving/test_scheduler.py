@@ -24,6 +24,7 @@ from skippipe.serving.routing import (
     fastest_route,
     links,
     local_node_names,
+    reach_of,
 )
 from skippipe.serving.scheduler import (
     EngineFull,
@@ -186,15 +187,59 @@ def test_a_link_that_nodes_report_is_tried_again_after_a_while_that_grows() -> N
         for a, b in product(*(scheduler.holders[stage] for stage in (1, 2))):
             scheduler.link_reported(a, b)
 
-    assert look(0) == Reach(True, ())
+    whole = Reach((0, 1, 2, 3))
+    assert look(0) == whole
     for wait_s in (60, 120, 240):
         report()
-        assert look(wait_s - 1) == Reach(False, ((1, 2),))
+        assert look(wait_s - 1) == Reach((0, 1, 3), ((1, 2),))
         report()  # a second report of the same
-        assert look(2) == Reach(True, ())
+        assert look(2) == whole
     report()
     scheduler.node_joined(scheduler.holders[1][0], 1)
-    assert scheduler.reach.has_route, "a node that comes again may be elsewhere"
+    assert scheduler.reach == whole, "a node that comes again may be elsewhere"
+
+
+@pytest.mark.parametrize("grace_s", [0, 8])
+def test_a_stage_that_cannot_be_reached_is_done_without_until_it_can(grace_s: float) -> None:
+    """All nodes are alive; the only one of stage 3 loses its links to all nodes of stage 2, and to those of stage 0."""
+    world = World(1, ServingSettings(grace=timedelta(seconds=grace_s), min_coverage=Fraction(3, 4)))
+    scheduler = world.scheduler
+    begun = scheduler.submit(SequenceRequest((1, 2, 3), 40))
+    world.at(0.3, lambda: [scheduler.link_reported(6, peer) for peer in (0, 1, 4, 5)] and None)
+    late: list[SequenceState] = []
+    world.at(1.0, lambda: late.append(scheduler.submit(SequenceRequest((1,), 2))))
+    world.run()
+    for sequence in (begun, *late):
+        assert sequence.output_tokens == expected_tokens(sequence.request)
+        assert (sequence.num_stages, sequence.missing) == (3, {3})
+    assert late[0].queue_ns == pytest.approx(max(grace_s - 0.7, 0) * 1e9, abs=1.1e9)
+    assert (scheduler.missing, scheduler.coverage) == ((3,), Fraction(3, 4))
+    assert scheduler.reach == Reach((0, 1, 2), ((2, 3), (3, 0)))
+
+    world.at(61, lambda: None)
+    world.run()
+    whole = scheduler.submit(SequenceRequest((5,), 3))
+    world.run()
+    assert (whole.num_stages, whole.missing) == (4, set()), "its links were tried again"
+    assert (scheduler.missing, scheduler.coverage) == ((), 1)
+
+
+def test_routes_leave_out_as_few_stages_as_they_can() -> None:
+    """Node 4 is reached from node 2 alone, and only node 0 reaches node 2: what other nodes lead to is shorter."""
+    holders = [[0, 1], [2, 3], [4], [5]]
+    broken = {frozenset(link) for link in ((1, 2), (3, 4), (0, 4), (1, 4), (5, 2), (4, 5))}
+
+    class Sparse(UniformCost):
+        def hop_s(self, sender: int, receiver: int) -> float:
+            return float("inf") if {sender, receiver} in broken else super().hop_s(sender, receiver)
+
+    assert reach_of(holders, Sparse()) == Reach((0, 1, 3), ((2, 3),)), "stage 2 is reached, and nothing from there"
+    broken.discard(frozenset((4, 5)))
+    assert reach_of(holders, Sparse()) == Reach((0, 1, 2, 3))
+    assert reach_of([[], [2]], Sparse()) == Reach()
+    broken.update(frozenset((0, other)) for other in (2, 3, 5))
+    broken.update(frozenset((1, other)) for other in (2, 3, 5))
+    assert reach_of(holders, Sparse()).stages == (0,)
 
 
 def test_many_share_a_step() -> None:
