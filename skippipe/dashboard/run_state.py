@@ -283,9 +283,12 @@ class Panels:
 def run_panel(state: RunState, folder: Path) -> Panel:
     """What is trained, and the progress of the run."""
     last = state.rows[-1] if state.rows else None
+    is_last = last is not None and last.is_last
     return {
         "folder": folder.name or str(folder),
-        "done": last is not None and last.is_last if state.done is None else state.done,
+        "done": is_last if state.done is None else state.done,
+        "stopped": bool(state.done) and not is_last and (last is None or last.total_iterations is not None),
+        "resumable": bool(state.checkpoints),
         "iterations": last.iteration + 1 if last else 0,
         "total": last.total_iterations if last else None,
         **{name: getattr(last, name, None) for name in (*CURVES, *FIGURES)},

@@ -127,7 +127,8 @@ class WalSummary:
         self.last: dict[str, Any] | None = None
         """The record of the plan in use."""
         self.done: bool | None = None
-        """The run has ended in order; None: the journal is empty."""
+        """The run has ended in order, or was stopped on request and waits for another coordinator; None: the journal is
+        empty."""
         self.run: str = ""
         """The id of the run."""
         self._newest: dict[str, dict[str, Any]] = {}
@@ -144,7 +145,7 @@ class WalSummary:
         if "run" in record:  # the first one, which decides nothing
             self.run = _as_text(record["run"])
             return True
-        self.done = "done" in record
+        self.done = "done" in record or "stopped" in record
         if "plan" in record:
             self.last = self._newest[str(record.get("visited"))] = record
         elif "turn" in record:

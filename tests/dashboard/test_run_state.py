@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skippipe.dashboard.run_state import MOST_POINTS, Panels, RunFollower
+from skippipe.runs.history import read_history
 from skippipe.runs.tail import MOST_BYTES, FileTail
 from tests.helpers.dashboards import RunFolder, committed, panels, parsed, plan_line, plan_of
 
@@ -126,6 +127,28 @@ def test_a_run_from_its_plan_to_its_end(tmp_path: Path) -> None:
     run.wal(plan_line(plan), committed(plan, 0), committed(plan, 1), {"done": 1})
     page.poll()
     assert parsed(page)["run"]["done"]
+
+
+@pytest.mark.parametrize("how", ["done", "stopped"])
+def test_a_run_that_was_stopped_on_request(tmp_path: Path, how: str) -> None:
+    """By Ctrl-C, or by SIGTERM, after which nodes wait for another coordinator: it is not broken off."""
+    run = RunFolder(tmp_path, plan_of())
+    run.iteration(0)
+    page = Panels(RunFollower(tmp_path))
+
+    def over() -> tuple[bool, bool, bool]:
+        page.poll()
+        found = parsed(page)["run"]
+        return found["done"], found["stopped"], found["resumable"]
+
+    assert over() == (False, False, False)
+    run.wal(plan_line(run.plan), committed(run.plan, 0), {how: 0})
+    assert over() == (True, True, False)
+    assert read_history(tmp_path).ended is True
+    run.checkpoint(1)
+    assert over() == (True, True, True)
+    run.wal({"term": 1})
+    assert over() == (False, False, True), "another coordinator has taken over"
 
 
 def test_planned_over_measured(tmp_path: Path) -> None:

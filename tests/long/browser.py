@@ -235,7 +235,7 @@ def test_it_goes_along_with_a_run(browser: Any, tmp_path: Path) -> None:
         assert len(place.losses("run")) >= seen
         with shown(tmp_path / "run") as address:
             after = Tab(browser, address)
-            assert after.text("#status") == "finished"
+            assert after.text("#status") == "stopped on request; train --resume goes on"
             assert int(after.page.evaluate(DONE)) == len(place.losses("run"))
     finally:
         train.end(signal.SIGKILL)

@@ -281,6 +281,20 @@ def test_asked_once_the_iteration_that_is_under_way_is_the_last() -> None:
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
+def test_a_run_that_leaves_its_nodes_is_stopped_and_can_be_continued() -> None:
+    harness = coordinating(50)
+    harness.iterate()
+    harness.coordinator.leaves_nodes = True
+    harness.coordinator.on_stop_requests(2)
+    send(harness, 0, 2, 3, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
+    assert harness.env.wal[-1] == {"stopped": 1}
+    assert not any(isinstance(each, Stop) for messages in harness.env.new_messages().values() for each in messages)
+    again = coordinating(50, wal=harness.env.wal)
+    assert again.coordinator.term == 1
+    assert "stopped" not in again.env.wal[-1]
+
+
 def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() -> None:
     store = RecordingStore()
     harness = coordinating(1, checkpoint_every=1, store=store)

@@ -23,6 +23,7 @@ from skippipe.cluster import Cluster
 from skippipe.errors import UserError
 from skippipe.launch.torchrun import Rank
 from skippipe.presets import preset
+from skippipe.runs.history import read_history
 from skippipe.training import torchrun
 from skippipe.training.job_config import load_job
 from skippipe.transport.addresses import free_port, listen_address, own_address
@@ -245,6 +246,7 @@ def test_a_coordinator_that_gets_sigterm_saves_and_leaves_its_nodes_to_the_next(
     assert first.exitcode == 143, (tmp_path / "0.log").read_text()
     done = len(place.losses("moved"))
     assert place.saved("moved") == done
+    assert read_history(place.folder / "moved").ended, "stopped on request, not broken off"
     assert all(node.is_alive() for node in nodes)
     second = many(["train", job, "--resume", "--iterations", str(done + 2)])[-1]
     for process in (second, *nodes):

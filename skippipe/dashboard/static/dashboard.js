@@ -82,6 +82,7 @@ function drawStatus() {
   const patience = Math.max(SILENT_S, 5 * Math.max(run?.seconds ?? 0, run?.promised_s ?? 0));
   let [kind, text] = ["silent", "waiting for the first iteration"];
   if (!connected) [kind, text] = ["cut", "no connection to the page's server; trying again"];
+  else if (run?.stopped) [kind, text] = ["done", run.resumable ? "stopped on request; train --resume goes on" : "stopped on request"];
   else if (run?.done) [kind, text] = ["done", "finished"];
   else if (age !== null && age > patience) [kind, text] = ["silent", `no news for ${long(age)}`];
   else if (age !== null) [kind, text] = ["training", `training; last iteration ${long(Math.max(0, age))} ago`];

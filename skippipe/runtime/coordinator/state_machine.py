@@ -480,8 +480,8 @@ class Coordinator:
         if self._stepped and self._gather.lacks(self._commits.end):
             self.log_event("checkpoint", "none of the last iteration: the run was ended before it was made")
         self.state = CoordinatorState.DONE
+        self.env.append_wal({"stopped" if self.leaves_nodes else "done": self.iteration})
         if not self.leaves_nodes:
-            self.env.append_wal({"done": self.iteration})
             self._stop_all(Stop(""))
 
     def enter(self, state: CoordinatorState) -> None:

@@ -2,7 +2,8 @@
 
 Two kinds of record: a plan, with the nodes that still fetch their state under it; and a commit, of an iteration that
 all nodes have averaged and may step. Both are durable before any node is told. A plan that is used again is named by
-the length of its paths, or by the list of their lengths. A coordinator that takes over logs its term first.
+the length of its paths, or by the list of their lengths. A coordinator that takes over logs its term first. One that
+ends in order logs that last: the run is done, or it was stopped and its nodes wait for another coordinator.
 """
 
 from __future__ import annotations
