@@ -8,6 +8,10 @@ live on, and the owner watches them itself; it then learns that they end, but no
 When the owner is gone, however that came about, the sockets close: both fork servers end their nodes and themselves. A
 node that has outlived its fork server ends by itself: it holds the reading end of a pipe of which only the owner has
 the other end.
+
+SIGINT and SIGTERM may reach the whole process group, by Ctrl-C or a scheduler: then the owner decides what they mean.
+SIGTERM to one node alone ends that node. A node cannot see whom else a signal was sent to, so fork servers that get
+SIGTERM write into a pipe, and a node that gets it ends unless that has happened or soon happens.
 """
 
 from __future__ import annotations
@@ -29,7 +33,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from skippipe.errors import TERMINATED
+
 STOP_S = 4.0  # for processes that were killed to be gone
+GROUP_S = 2.0  # between SIGTERM at a node and at a fork server, if both are meant; else the node ends
 POLL_S = 0.05  # between two polls of a process whose end cannot be waited for
 STANDBY: dict[str, Any] = {"standby": True}
 """The request to fork another fork server."""
@@ -122,15 +129,17 @@ class ProcessPool:
         log_folder.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         lifeline, self._lifeline = os.pipe()
+        group_signal = os.pipe()
         sys.stdout.flush()  # or every node would write the buffer's content once more
         sys.stderr.flush()
         self._child = os.fork()
         if self._child == 0:
             ours.close()
             os.close(self._lifeline)
-            _run_and_exit(lambda: _serve(_Server(Channel(theirs), process_main, log_folder, lifeline)))
+            _run_and_exit(lambda: _serve(_Server(Channel(theirs), process_main, log_folder, lifeline, group_signal)))
         theirs.close()
-        os.close(lifeline)
+        for handle in (lifeline, *group_signal):
+            os.close(handle)
         ours.setblocking(False)
         self._servers = [Channel(ours, self._child)]
         """The one that forks nodes, and its standby."""
@@ -282,6 +291,8 @@ class _Server:
     log_folder: Path
     lifeline: int
     """The reading end of a pipe that closes with the owner."""
+    group_signal: tuple[int, int]
+    """A pipe that can be read by all, and is never read, from the moment that a fork server has got SIGTERM."""
     nodes: dict[int, str] = field(default_factory=dict)
     """Process → its node."""
     wakeup: tuple[int, int] = (-1, -1)
@@ -310,8 +321,9 @@ def _run_and_exit(work: Callable[[], int]) -> NoReturn:
 
 def _serve(server: _Server) -> int:
     """What the process of a fork server does."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group; the owner decides what they mean
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.set_blocking(server.group_signal[1], False)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: _note_group_signal(server))
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
     server.wakeup = os.pipe()
     wakeup_read, wakeup_write = server.wakeup
@@ -336,6 +348,11 @@ def _serve(server: _Server) -> int:
     return 0
 
 
+def _note_group_signal(server: _Server) -> None:
+    with contextlib.suppress(BlockingIOError):  # it was noted thousands of times
+        os.write(server.group_signal[1], b"!")
+
+
 def _fork_standby(server: _Server) -> None:
     """Fork another fork server, with a socket of its own to the owner."""
     owner_end, standby_end = socket.socketpair()
@@ -343,7 +360,9 @@ def _fork_standby(server: _Server) -> None:
     if pid == 0:
         owner_end.close()
         server.close_in_child()
-        standby = _Server(Channel(standby_end), server.process_main, server.log_folder, server.lifeline)
+        standby = _Server(
+            Channel(standby_end), server.process_main, server.log_folder, server.lifeline, server.group_signal
+        )
         _run_and_exit(lambda: _serve(standby))
     with owner_end, standby_end:
         server.owner.send({"standby": pid}, owner_end.fileno())
@@ -389,8 +408,11 @@ def _end(nodes: set[int], wakeup_read: int) -> None:
 
 def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> int:
     """What the process of a node does."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in all threads: one of them waits for it
+    for number in (signal.SIGCHLD, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     server.close_in_child()
+    os.close(server.group_signal[1])
     if not os.read(go_read, 1):  # the fork server is gone, and the owner may not know of this node
         return 1
     os.close(go_read)
@@ -399,6 +421,8 @@ def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) 
     os.dup2(log, 2)
     os.close(log)
     threading.Thread(target=_end_with_owner, args=(server.lifeline,), name="lifeline", daemon=True).start()
+    waits = threading.Thread(target=_end_if_meant, args=(server.group_signal[0],), name="sigterm", daemon=True)
+    waits.start()
     return server.process_main(config)
 
 
@@ -406,3 +430,13 @@ def _end_with_owner(lifeline: int) -> None:
     """Nothing is ever written to the lifeline: it closes with the owner."""
     os.read(lifeline, 1)
     os._exit(1)
+
+
+def _end_if_meant(group_signal: int) -> None:
+    """Ends this node when it gets SIGTERM, unless its fork servers get it too: then the owner decides."""
+    while True:
+        signal.sigwait([signal.SIGTERM])
+        if not _ready([group_signal], GROUP_S):
+            print("this node got SIGTERM, and ends", file=sys.stderr, flush=True)
+            os._exit(TERMINATED)
+        print("SIGTERM is for all processes of the run: its owner decides", file=sys.stderr, flush=True)

@@ -95,6 +95,38 @@ def lose_fork_servers(folder: Path) -> None:
         time.sleep(RUN_END_S)
 
 
+def get_sigterm(folder: Path) -> None:
+    """One node, then the whole process group."""
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pool = ProcessPool(misbehave, folder / "logs")
+    for name in ("a0", "a1", "a2"):
+        pool.start(name, {"what": "stay"})
+
+    def said(what: str, *names: str) -> bool:
+        logs = [folder / "logs" / f"{name}.log" for name in names]
+        return all(log.exists() and what in log.read_text() for log in logs)
+
+    look_until(pool, lambda: len(pool.servers) == 2 and said("staying", "a0", "a1", "a2"))
+    os.kill(pool.pids["a1"], signal.SIGTERM)
+    look_until(pool, lambda: pool.ended)
+    assert pool.ended == {"a1": 143}
+    os.killpg(0, signal.SIGTERM)
+    look_until(pool, lambda: said("its owner decides", "a0", "a2"))
+    pool.poll()
+    assert pool.ended == {"a1": 143}
+    assert all(alive(pid) for pid in (pool.pids["a0"], pool.pids["a2"], *pool.servers))
+    pool.close()
+    (folder / "found").write_text("all of it")
+
+
+def test_sigterm_ends_a_node_unless_it_is_for_all(tmp_path: Path) -> None:
+    with owner(get_sigterm, tmp_path) as process:
+        process.join(RUN_END_S)
+        assert process.exitcode == 0
+    assert (tmp_path / "found").read_text() == "all of it"
+
+
 @pytest.mark.parametrize("closed", [True, False])
 def test_nodes_outlive_those_who_forked_them_but_not_their_owner(tmp_path: Path, closed: bool) -> None:
     if closed:

@@ -147,11 +147,11 @@ def with_checkpoints(run: Run, every: int) -> Run:
     return replace(run, settings=replace(run.settings, checkpoint_every=every))
 
 
-def lose_a_node(folder: Path, **others: Any) -> None:
+def lose_a_node(folder: Path, by: int = signal.SIGKILL, **others: Any) -> None:
     def kill(report: IterationReport) -> None:
         if report.iteration == 1:
             assert watching.pool is not None
-            os.kill(watching.pool.pids["n3"], signal.SIGKILL)
+            os.kill(watching.pool.pids["n3"], by)
 
     watching = Watching(folder, kill)
     run = replace(run_in(folder, LOST_ITERATIONS), **others)
@@ -182,6 +182,10 @@ def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
 
 def lose_a_node_and_start_it_again(folder: Path) -> None:
     lose_a_node(folder, restarts=1, settings=CoordinatorSettings(LEARNING, 10**6))
+
+
+def end_a_node_and_start_it_again(folder: Path) -> None:
+    lose_a_node(folder, signal.SIGTERM, restarts=1, settings=CoordinatorSettings(LEARNING, 10**6))
 
 
 def be_asked_to_end(folder: Path) -> None:
@@ -299,7 +303,10 @@ def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
     assert not any(alive(pid) for pid in pids_in(tmp_path))
 
 
-@pytest.mark.parametrize("losing", [lose_a_node_and_start_it_again, lose_the_fork_server_and_a_node_of_it])
+@pytest.mark.parametrize(
+    "losing",
+    [lose_a_node_and_start_it_again, end_a_node_and_start_it_again, lose_the_fork_server_and_a_node_of_it],
+)
 def test_a_killed_node_that_is_started_again_learns_and_takes_part(
     losing: Callable[[Path], None], tmp_path: Path
 ) -> None:
