@@ -70,9 +70,14 @@ class FlatParams:
         )
         """Weights that are not trained, in the order of their layout: one flat tensor for each run of one type."""
         self._offload, self._compiled = offload, compiled
-        self.changes = 0
-        """How often weights have been changed here: by a step, or written."""
+        self._changes = 0
         self.reset(learning)
+
+    @property
+    def changes(self) -> int:
+        """Grows with every change of weights: by a step, by what is written here, or in place by whoever has `values`,
+        which torch counts."""
+        return self._changes + self.values._version
 
     def reset(self, learning: OptimConfig) -> None:
         """Start over with the weights as they are: no gradient, no optimizer state, no step taken."""
@@ -93,7 +98,7 @@ class FlatParams:
     def grow_from(self, donor: FlatParams) -> None:
         """Become a copy of another stage, with the state that the optimizer gives to a grown layer."""
         self.values.copy_(donor.values)
-        self.changes += 1
+        self._changes += 1
         self.optimizer.clear_state()
         for each in self.optimizer.state_tensors:
             if each.grown == "copied":
@@ -112,7 +117,7 @@ class FlatParams:
         """
         whole = self.gradient if summed is None else summed
         self.optimizer.step_along(whole, rate, scale)
-        self.changes += 1
+        self._changes += 1
         self.steps += 1
         self.gradient.zero_()
 
@@ -156,7 +161,7 @@ class FlatParams:
 
     def write_state(self, first: int, given: Tensor, *, added: bool = False) -> None:
         """Write a range of the state, or add to weights."""
-        self.changes += 1
+        self._changes += 1
         for part, here in self._parts_of(first, len(given)):
             values, given = given[: len(here)], given[len(here) :]
             if 0 < part <= len(self.optimizer.state):
@@ -198,9 +203,9 @@ class WeightCopies:
                 each.register_post_accumulate_grad_hook(partial(_add_gradient, total))  # type: ignore[no-untyped-call]
                 self._pairs.append((each.data, master))
 
-    def refresh(self, *, unused: bool) -> None:
-        """Make them anew if weights have been changed; or if they are `unused`, for a change that was not told."""
-        if unused or self._made_of != self._weights.changes:
+    def refresh(self) -> None:
+        """Make them anew if weights have been changed."""
+        if self._made_of != self._weights.changes:
             self._made_of = self._weights.changes
             for copy, master in self._pairs:
                 copy.copy_(master)

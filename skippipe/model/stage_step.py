@@ -318,7 +318,7 @@ class StageStep:
 
     def _refresh_copies(self) -> None:
         if self._copies is not None:
-            self._copies.refresh(unused=not self.held and not self.deferred)
+            self._copies.refresh()
 
     def _exit_early(self, key: Key) -> None:
         """Run the early exit as soon as stage 0's outputs and the labels are both here. A node that takes over a lost

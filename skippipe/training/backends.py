@@ -54,12 +54,10 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
     if origin is not None:  # the weights that the job begins with
         reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
         for index, stage in enumerate(trainer.stages):
-            stage.weights.values.copy_(reader.weights(index))
-            if frozen := stage.weights.frozen:
-                stored, start = reader.weights(index, frozen=True), 0
-                for part in frozen:
-                    part.copy_(stored[start : start + len(part)])
-                    start += len(part)
+            if stage.weights.slots:
+                stage.weights.write_state(0, reader.weights(index))
+            if stage.weights.frozen_slots:
+                stage.weights.write_state(stage.weights.trained_values, reader.weights(index, frozen=True))
     held_out, validation = node_config.held_out_sampler(), Validation(run_setup.coordinator_settings.validation)
     for number in range(job.iterations):
         began_s = time.monotonic()

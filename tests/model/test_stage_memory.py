@@ -146,6 +146,22 @@ def test_copies_of_weights_compute_what_autocast_does(shape: ModelShape, split: 
         assert gradient is None or torch.equal(slot.of(step.weights.gradient), gradient), slot.name
 
 
+def test_copies_of_weights_are_made_anew_only_after_a_change() -> None:
+    """Not for every piece of an evaluation, and not for the next microbatch: weights change once in an iteration."""
+    work = workload_of(SHAPE, "bf16")
+    step, (hidden, _) = stage_of(SHAPE, work), drawn(work)
+    first = step.evaluate(hidden)
+    assert step._copies is not None
+    for copy, _ in step._copies._pairs:
+        copy.zero_()  # which shows that they are in use
+    for _ in range(2):
+        assert not torch.equal(step.evaluate(hidden), first)
+        assert not torch.equal(step.forward(KEY, hidden), first)
+        step.drop_all()
+    step.weights.write_state(0, step.weights.read_state(0, 1))
+    assert torch.equal(step.evaluate(hidden), first)
+
+
 def test_copies_of_weights_follow_them() -> None:
     work = workload_of(SHAPE, "bf16")
     step, (hidden, _) = stage_of(SHAPE, work), drawn(work)
@@ -153,8 +169,13 @@ def test_copies_of_weights_follow_them() -> None:
     step.forward(KEY, hidden)  # from now on, a microbatch uses the copies
     step.weights.write_state(0, torch.zeros(len(step.weights.values)))
     assert not torch.equal(step.evaluate(hidden), first)
+    step.weights.values.copy_(stage_of(SHAPE).weights.values)  # by whoever has the tensor
+    assert torch.equal(step.evaluate(hidden), first)
     step.drop_all()
-    step.weights.values.copy_(stage_of(SHAPE).weights.values)  # nobody is told
+    for slot in step.weights.slots:
+        slot.of(step.weights.values).zero_()
+    assert not torch.equal(step.evaluate(hidden), first)
+    step.weights.values.copy_(stage_of(SHAPE).weights.values)
     assert torch.equal(step.evaluate(hidden), first)
     step.forward(KEY, hidden)
     step.weights.gradient.fill_(1.0)
