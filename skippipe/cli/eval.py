@@ -79,7 +79,16 @@ def evaluate(
     ] = False,
     residual_scale: ResidualScaleOrBest = "plain",
     cut: Cut = None,
-    device: Devices = "cpu",
+    device: Annotated[
+        str,
+        work_option(
+            "cpu, cuda (all there are), cuda:N, or several that text is divided over: cuda:N-M, cpu:K. Layers of a "
+            "model that does not fit one of them are spread over as many as it takes.",
+            None,
+            "--device",
+            "--devices",
+        ),
+    ] = "cpu",
     dtype: Dtype = "fp32",
     output: JsonFile = None,
     png: Annotated[Path | None, option(OUTPUT, "Draw perplexity by share of stages kept.", metavar="OUT")] = None,
@@ -102,7 +111,7 @@ def evaluate(
         check_output(path, overwrite=overwrite)
     check_draws(draws, keep, 10)
     from skippipe.data.tokenizer import TextTokenizer
-    from skippipe.inference.checkpoint_loader import load, locate_checkpoint
+    from skippipe.inference.checkpoint_loader import load_replicas, locate_checkpoint
     from skippipe.inference.eval.evaluate import Selection
     from skippipe.inference.eval.evaluate import evaluate as evaluated
     from skippipe.inference.eval.perplexity import Windows, beginning_of, default_context, labels, open_text
@@ -113,14 +122,14 @@ def evaluate(
     selection = Selection(stages or (), keep or (), draws, seed, everything, losing, residual_scale)
     with count_progress() as progress:
         ids = [open_text(name, tokenizer, lambda what, share: progress(what, round(100 * share), 100)) for name in text]
-        staged = load(checkpoint, cut, device)
+        staged, *replicas = load_replicas(checkpoint, cut, device)
         if (context or 0) > staged.context:
             raise UserError(
                 f"--context {context}: the model has a context of {staged.context:,} tokens; give that many or fewer"
             )
         window, beginning = context or default_context(place, staged.context), beginning_of(staged.tokenizer)
         windows = [Windows.of(name, each, window, tokens, beginning) for name, each in zip(names, ids, strict=True)]
-        found = evaluated(staged, windows, selection, dtype, progress)
+        found = evaluated(staged, windows, selection, dtype, progress, replicas=replicas)
     from skippipe.inference.eval.tables import as_json as figures_of
 
     header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}

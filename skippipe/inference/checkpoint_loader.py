@@ -6,7 +6,7 @@ first one holds embedding and head. Weights have their names of the whole model,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.resources import files
@@ -27,7 +27,7 @@ from skippipe.json_fields import exists
 from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
-from skippipe.model.spread_layers import SpreadLayers, inference_devices
+from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
 from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns, layer_ranges
 from skippipe.runs.tail import model_run_id, run_id_of
 from skippipe.stage_subset import whole_numbers
@@ -95,21 +95,37 @@ def load(
     """
     parse_devices(device)
     outline = read_outline(checkpoint, cut, stand_ins=stand_ins)
+    return _load(outline, lambda size: [inference_devices(device, size)], context)[0]
+
+
+def load_replicas(checkpoint: Path, cut: str | None = None, device: str = "cpu") -> list[StagedModel]:
+    """The same model once for each of several devices, or for each group of them that can hold it."""
+    parse_devices(device)
+    return _load(read_outline(checkpoint, cut), lambda size: replica_devices(device, size))
+
+
+def _load(
+    outline: CheckpointOutline, groups: Callable[[int], list[list[str]]], context: int | None = None
+) -> list[StagedModel]:
+    """The model on each of the groups of devices, which are chosen by its number of bytes."""
     place, spec, tokenizer = outline.place, outline.spec, outline.tokenizer()
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise UserError(f"{place}: its tokenizer names no token that begins or ends a text ('eos_token')")
     weights = _checkpoint_weights(place) if (place / MANIFEST).is_file() else _folder_weights(place, spec.config)
     whole_bytes = sum(4 * each.numel() for each in weights.values())
-    devices = inference_devices(device, whole_bytes)
-    spread = SpreadLayers(devices, whole_bytes)
-    stages = []
-    for number, each in enumerate(layer_ranges(outline.layers)):
-        stage = StageModel(spec, each, ends=number == 0).eval()
-        _fill(stage, weights, place)
-        _add_stand_ins(stage, outline, number, weights)
-        stages.append(spread.place(stage))
-    return StagedModel(stages, tokenizer, prefix, context or spec.config.max_position_embeddings, devices[0])
+    found = []
+    for devices in groups(whole_bytes):
+        spread = SpreadLayers(devices, whole_bytes)
+        stages = []
+        for number, each in enumerate(layer_ranges(outline.layers)):
+            stage = StageModel(spec, each, ends=number == 0).eval()
+            _fill(stage, weights, place)
+            _add_stand_ins(stage, outline, number, weights)
+            stages.append(spread.place(stage))
+        attended = context or spec.config.max_position_embeddings
+        found.append(StagedModel(stages, tokenizer, prefix, attended, devices[0]))
+    return found
 
 
 def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = True) -> CheckpointOutline:

@@ -33,6 +33,24 @@ def inference_devices(text: str, needed_bytes: int, first: int = 0) -> list[str]
     return found
 
 
+def replica_devices(text: str, needed_bytes: int) -> list[list[str]]:
+    """The devices that a text names, in groups of which each can hold so many bytes: most often of one device each. If
+    all together cannot, they are one group. A worker on the processor (`cpu:4`) always can."""
+    groups: list[list[str]] = []
+    group: list[str] = []
+    free_bytes = 0
+    found = parse_devices(text)
+    for device in found:
+        group.append(device)
+        if device != "cpu" and len(found) > 1:
+            free_bytes += torch.cuda.mem_get_info(device)[0]
+            if free_bytes < ROOM * needed_bytes:
+                continue
+        groups.append(group)
+        group, free_bytes = [], 0
+    return groups or [found]
+
+
 def weight_bytes(module: nn.Module) -> int:
     return sum(each.numel() * each.element_size() for each in module.parameters())
 

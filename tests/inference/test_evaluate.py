@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
-from skippipe.inference.checkpoint_loader import StagedModel, load
+from skippipe.inference.checkpoint_loader import StagedModel, load, load_replicas
 from skippipe.inference.eval.evaluate import (
     Evaluation,
     ResidualScaling,
@@ -32,6 +33,8 @@ from skippipe.inference.eval.perplexity import EXPONENTS, PerplexityMeter, TextL
 from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, PlotPanel, PlotPoint, panels, ticks
 from skippipe.inference.eval.tables import as_json, notes, number, tables
 from skippipe.inference.likelihood import SubsetModel
+from skippipe.model import spread_layers
+from skippipe.model.stage import StageModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, subset
 from tests.helpers.quick import MOST_FAMILIES_SLOW
@@ -137,6 +140,61 @@ def test_batches_do_not_matter_nor_does_the_order(staged: StagedModel, windows: 
     one = losses(staged, windows, subsets)
     for each, loss in losses(staged, windows, subsets[::-1], batch_tokens=40).items():
         assert loss == pytest.approx(one[each], abs=1e-6)
+
+
+@pytest.fixture
+def replicas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[StagedModel]:
+    """On three workers, none of which goes on before all have begun."""
+    found = load_replicas(folder, "5", "cpu:3")
+    begun: set[int] = set()
+    all_begun = threading.Barrier(len(found), timeout=60)
+    embed = StageModel.embed
+
+    def embed_together(ends: StageModel, tokens: Tensor) -> Tensor:
+        if len(begun) < len(found) and id(ends) not in begun and threading.current_thread().name.startswith("eval"):
+            begun.add(id(ends))
+            all_begun.wait()
+        return embed(ends, tokens)
+
+    monkeypatch.setattr(StageModel, "embed", embed_together)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_several_devices_change_no_bit(
+    staged: StagedModel, replicas: list[StagedModel], windows: Windows, dtype: Any
+) -> None:
+    selection = Selection(everything=True)
+    alone = evaluate(staged, [windows], selection, dtype, batch_tokens=32)
+    first, *others = replicas
+    calls: list[tuple[object, ...]] = []
+    progress: Any = lambda *said: calls.append(said)  # noqa: E731
+    found = evaluate(first, [windows], selection, dtype, progress, batch_tokens=32, replicas=others)
+    assert found.losses == alone.losses
+    assert [each[1] for each in calls] == [16 * done for done in range(1, 7)]
+
+
+def test_an_interruption_of_several_devices(staged: StagedModel, replicas: list[StagedModel], windows: Windows) -> None:
+    first, *others = replicas
+    selection = Selection(named=["0,2"])
+    found = evaluate(first, [windows], selection, progress=stop_after(1), batch_tokens=64, replicas=others)
+    assert found.interrupted
+    tokens = [loss.tokens for each in found.wanted for loss in found.losses[each].values()]
+    assert tokens == [128, 128], "of the first two batches, which are those that one device begins with"
+    alone = evaluate(staged, [windows], selection, progress=stop_after(2 * 2), batch_tokens=64)
+    assert alone.losses == found.losses
+
+
+def test_a_model_is_on_each_device_that_can_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = {"cuda:0": 30, "cuda:1": 8, "cuda:2": 8, "cuda:3": 8, "cuda:4": 8}
+    monkeypatch.setattr(spread_layers, "parse_devices", lambda text: list(free) if text == "cuda" else [text])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 0))
+    assert spread_layers.replica_devices("cuda", 6) == [[device] for device in free]
+    assert spread_layers.replica_devices("cuda", 12) == [["cuda:0"], ["cuda:1", "cuda:2"], ["cuda:3", "cuda:4"]]
+    assert spread_layers.replica_devices("cuda", 19) == [["cuda:0"], ["cuda:1", "cuda:2", "cuda:3"]]
+    assert spread_layers.replica_devices("cuda", 99) == [list(free)]
+    assert spread_layers.replica_devices("cuda:7", 99) == [["cuda:7"]]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16

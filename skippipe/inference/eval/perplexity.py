@@ -7,14 +7,19 @@ every window instead: such models need it there.
 Subsets that begin alike share that work: they are walked as a prefix tree, depth first, and a stage's output is kept
 while there are subsets that go on from it. So all 2^(S−1) subsets of S stages take as many visits of a stage, instead
 of (S+1)·2^(S−2). What is shared is computed as for one subset alone: the numbers are the same to the last bit.
+
+Where the model is on several devices, each takes the next batch of windows when it is done with one. Losses are added
+in the order of the batches, so the numbers do not depend on how many devices there are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -160,48 +165,36 @@ def prefix_tree(subsets: Iterable[StageSubset], *, stand_ins: bool) -> PrefixTre
     return root
 
 
-@dataclass
-class PerplexityMeter:
-    """Measures subsets of one model on the same windows."""
+Batch = tuple[Windows, Sequence[int]]
+"""A text, and the numbers of some of its windows."""
+Means = Mapping[StageSubset, float]
+"""The mean losses of subsets on a batch."""
+
+
+@dataclass(frozen=True)
+class BatchLosses:
+    """Computes the losses of subsets on a batch, on one device."""
 
     staged: StagedModel
-    texts: Sequence[Windows]
-    dtype: DtypeName = "fp32"
-    progress: CountProgress = lambda done, of: None
-    batch_tokens: int = BATCH_TOKENS
-    losses: dict[StageSubset, dict[str, TextLoss]] = field(init=False, default_factory=dict)
-    """Losses of every subset, on every text by its name."""
+    dtype: DtypeName
 
-    @torch.no_grad()
-    def measure(self, subsets: Iterable[StageSubset]) -> None:
-        """Measures subsets that have not been measured yet. An interruption leaves the losses of earlier batches."""
-        missing = [subset for subset in dict.fromkeys(subsets) if subset not in self.losses]
-        if not missing:
-            return
-        tree = prefix_tree(missing, stand_ins=self.staged.stand_ins)
-        batches = [(text, numbers) for text in self.texts for numbers in text.batches(self.batch_tokens)]
-        with torch.autocast(torch.device(self.staged.device).type, torch.bfloat16, enabled=(self.dtype == "bf16")):
-            for done, (text, numbers) in enumerate(batches):
-                found: dict[StageSubset, Tensor] = {}
-                for subset, loss in self._losses(tree, text.rows(numbers)):
-                    found[subset] = loss
-                    self.progress(done * len(missing) + len(found), len(batches) * len(missing))
-                means = torch.stack([found[subset] for subset in missing]).cpu() / (len(numbers) * text.length)
-                self._add(text, len(numbers), dict(zip(missing, means.tolist(), strict=True)))
-
-    def _add(self, text: Windows, windows: int, means: Mapping[StageSubset, float]) -> None:
-        """Adds all losses at once: an interruption must not leave subsets measured on different windows."""
-        more = dict(self.losses)
-        for subset, mean in means.items():
-            if not mean < MAX_LOSS:  # which nan is not either
-                raise UserError(
-                    f"stages {subset.name} of the model compute values beyond all bounds; use a lower residual scale"
-                )
-            before = more.get(subset, {}).get(text.text, TextLoss(0.0, 0))
-            tokens = before.tokens + windows * text.length
-            so_far = before.mean + (mean - before.mean) * windows * text.length / tokens
-            more[subset] = {**more.get(subset, {}), text.text: TextLoss(so_far, tokens)}
-        self.losses = more
+    def means(
+        self,
+        tree: PrefixTree,
+        subsets: Sequence[StageSubset],
+        text: Windows,
+        numbers: Sequence[int],
+        progress: Callable[[int], None] = lambda count: None,
+    ) -> Means:
+        """The mean loss of every subset, all of which are in the tree; `progress` gets how many are done."""
+        found: dict[StageSubset, Tensor] = {}
+        device = torch.device(self.staged.device).type
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=(self.dtype == "bf16")):
+            for subset, loss in self._losses(tree, text.rows(numbers)):
+                found[subset] = loss
+                progress(len(found))
+        means = torch.stack([found[subset] for subset in subsets]).cpu() / (len(numbers) * text.length)
+        return dict(zip(subsets, means.tolist(), strict=True))
 
     def _losses(self, tree: PrefixTree, rows: Tensor) -> Iterator[tuple[StageSubset, Tensor]]:
         rows = rows.to(self.staged.device)
@@ -229,6 +222,74 @@ class PerplexityMeter:
                 functional.cross_entropy(logits(self.staged.stages[0], some), wanted, reduction="none").double().sum()
             )
         return total
+
+
+@dataclass
+class PerplexityMeter:
+    """Measures subsets of one model on the same windows."""
+
+    staged: StagedModel
+    texts: Sequence[Windows]
+    dtype: DtypeName = "fp32"
+    progress: CountProgress = lambda done, of: None
+    batch_tokens: int = BATCH_TOKENS
+    replicas: Sequence[StagedModel] = ()
+    """The same model on other devices, which take batches too."""
+    losses: dict[StageSubset, dict[str, TextLoss]] = field(init=False, default_factory=dict)
+    """Losses of every subset, on every text by its name."""
+
+    def measure(self, subsets: Iterable[StageSubset]) -> None:
+        """Measures subsets that have not been measured yet. An interruption leaves the losses of earlier batches."""
+        missing = [subset for subset in dict.fromkeys(subsets) if subset not in self.losses]
+        if not missing:
+            return
+        tree = prefix_tree(missing, stand_ins=self.staged.stand_ins)
+        batches = [(text, numbers) for text in self.texts for numbers in text.batches(self.batch_tokens)]
+        of = len(batches) * len(missing)
+        if not self.replicas:
+            losses = BatchLosses(self.staged, self.dtype)
+            for done, (text, numbers) in enumerate(batches):
+                before = done * len(missing)
+                means = losses.means(tree, missing, text, numbers, lambda count, b=before: self.progress(b + count, of))
+                self._add(text, len(numbers), means)
+            return
+        measured = self._in_parallel(lambda losses, batch: losses.means(tree, missing, *batch), batches)
+        for done, ((text, numbers), means) in enumerate(zip(batches, measured, strict=True), 1):
+            self._add(text, len(numbers), means)
+            self.progress(done * len(missing), of)
+
+    def _in_parallel(self, measure: Callable[[BatchLosses, Batch], Means], batches: Sequence[Batch]) -> Iterator[Means]:
+        """What is measured on each batch, in their order, by all devices side by side."""
+        idle: SimpleQueue[BatchLosses] = SimpleQueue()
+        for each in (self.staged, *self.replicas):
+            idle.put(BatchLosses(each, self.dtype))
+
+        def measured(batch: Batch) -> Means:
+            losses = idle.get()
+            try:
+                return measure(losses, batch)
+            finally:
+                idle.put(losses)
+
+        pool = ThreadPoolExecutor(1 + len(self.replicas), "eval")
+        try:
+            yield from pool.map(measured, batches)
+        finally:
+            pool.shutdown(cancel_futures=True)  # an interruption waits for the batches that have begun
+
+    def _add(self, text: Windows, windows: int, means: Mapping[StageSubset, float]) -> None:
+        """Adds all losses at once: an interruption must not leave subsets measured on different windows."""
+        more = dict(self.losses)
+        for subset, mean in means.items():
+            if not mean < MAX_LOSS:  # which nan is not either
+                raise UserError(
+                    f"stages {subset.name} of the model compute values beyond all bounds; use a lower residual scale"
+                )
+            before = more.get(subset, {}).get(text.text, TextLoss(0.0, 0))
+            tokens = before.tokens + windows * text.length
+            so_far = before.mean + (mean - before.mean) * windows * text.length / tokens
+            more[subset] = {**more.get(subset, {}), text.text: TextLoss(so_far, tokens)}
+        self.losses = more
 
 
 def best_exponents(meter: PerplexityMeter, by_size: Mapping[int, Sequence[Visits]], total: int) -> dict[int, float]:
