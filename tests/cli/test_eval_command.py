@@ -14,7 +14,7 @@ import torch
 from skippipe.cli import main
 from skippipe.data.prepare import prepare
 from skippipe.inference.checkpoint_loader import load
-from skippipe.inference.eval.perplexity import PerplexityMeter, Windows
+from skippipe.inference.eval.perplexity import BatchLosses, Windows
 from skippipe.inference.eval.tables import number
 from tests.helpers.exact_training import FULL, plan_of
 from tests.helpers.model_folders import TOKENIZER, by_itself, checkpoint_in, export_to, subset
@@ -92,16 +92,16 @@ def test_a_run_is_measured_on_windows_of_its_plan(
 def test_ctrl_c_shows_what_is_done(
     folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    walk, calls = PerplexityMeter._losses, 0
+    walk, calls = BatchLosses._losses, 0
 
-    def interrupted(self: PerplexityMeter, *given: Any) -> Any:
+    def interrupted(self: BatchLosses, *given: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise KeyboardInterrupt
         return walk(self, *given)
 
-    monkeypatch.setattr(PerplexityMeter, "_losses", interrupted)
+    monkeypatch.setattr(BatchLosses, "_losses", interrupted)
     text.write_text(TEXT * 20)
     assert run(monkeypatch, folder, "--text", text, "--tokens", 10_240, "--all") == 130
     printed = capsys.readouterr().out

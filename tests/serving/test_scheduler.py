@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from fractions import Fraction
+from functools import partial
 from itertools import count, product
 from random import Random
 
@@ -205,7 +206,8 @@ def test_a_stage_that_cannot_be_reached_is_done_without_until_it_can(grace_s: fl
     world = World(1, ServingSettings(grace=timedelta(seconds=grace_s), min_coverage=Fraction(3, 4)))
     scheduler = world.scheduler
     begun = scheduler.submit(SequenceRequest((1, 2, 3), 40))
-    world.at(0.3, lambda: [scheduler.link_reported(6, peer) for peer in (0, 1, 4, 5)] and None)
+    for peer in (0, 1, 4, 5):
+        world.at(0.3, partial(scheduler.link_reported, 6, peer))
     late: list[SequenceState] = []
     world.at(1.0, lambda: late.append(scheduler.submit(SequenceRequest((1,), 2))))
     world.run()
@@ -221,7 +223,8 @@ def test_a_stage_that_cannot_be_reached_is_done_without_until_it_can(grace_s: fl
     whole = scheduler.submit(SequenceRequest((5,), 3))
     world.run()
     assert (whole.num_stages, whole.missing) == (4, set()), "its links were tried again"
-    assert (scheduler.missing, scheduler.coverage) == ((), 1)
+    assert not scheduler.missing
+    assert scheduler.coverage == 1
 
 
 def test_routes_leave_out_as_few_stages_as_they_can() -> None:

@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import fmean
@@ -249,14 +250,16 @@ class PerplexityMeter:
         if not self.replicas:
             losses = BatchLosses(self.staged, self.dtype)
             for done, (text, numbers) in enumerate(batches):
-                before = done * len(missing)
-                means = losses.means(tree, missing, text, numbers, lambda count, b=before: self.progress(b + count, of))
-                self._add(text, len(numbers), means)
+                report = partial(self._report, done * len(missing), of)
+                self._add(text, len(numbers), losses.means(tree, missing, text, numbers, report))
             return
         measured = self._in_parallel(lambda losses, batch: losses.means(tree, missing, *batch), batches)
         for done, ((text, numbers), means) in enumerate(zip(batches, measured, strict=True), 1):
             self._add(text, len(numbers), means)
             self.progress(done * len(missing), of)
+
+    def _report(self, before: int, of: int, count: int) -> None:
+        self.progress(before + count, of)
 
     def _in_parallel(self, measure: Callable[[BatchLosses, Batch], Means], batches: Sequence[Batch]) -> Iterator[Means]:
         """What is measured on each batch, in their order, by all devices side by side."""
