@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -29,6 +28,7 @@ from skippipe.transport.addresses import free_port
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from tests.helpers.model_folders import export_to
 from tests.helpers.openai_corpus import CORPUS, body, check
+from tests.helpers.processes import wait_for
 from tests.helpers.serve_process import Command, Server
 
 torch.set_num_threads(1)
@@ -444,9 +444,15 @@ def test_all_only_call_out_and_meet_at_a_relay(joining: Joining, theirs: Theirs)
         joining.start(name, "--listen", "none")
     apart = {"status": "down", "stages": 0, "of": 3, "missing": [1, 2], "broken_hops": [[0, 1], [1, 2], [2, 0]]}
     wait_for(lambda: health(joining.server) == apart)
-    joining.start_relay()
+    joining.kill("ann")
+    joining.start("ann")  # which bob and cem can call, but not each other
+    partly = {"stages": 2, "of": 3, "missing": [2]}
+    wait_for(lambda: health(joining.server) == {"status": "degraded", **partly, "broken_hops": [[1, 2]]})
     prompt = theirs.prompt_for(LONG)
     with client(joining.server) as ask:
+        answer = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=4, temperature=0)
+        assert answer.model_extra == {"skippipe": partly}
+        joining.start_relay()
         wait_for(lambda: health(joining.server) == {"status": "ok", **WHOLE})
         answer = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0)
         assert answer.choices[0].text == theirs.text(prompt, 40)
@@ -491,10 +497,3 @@ def test_stages_that_nobody_holds_are_left_out_down_to_the_floor(
     for node in joining.nodes.values():
         node.process.join(PATIENCE_S)
         assert node.process.exitcode == 0
-
-
-def wait_for(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
