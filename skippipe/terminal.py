@@ -114,12 +114,16 @@ class SearchLog:
 
     def __init__(self, strategy: str, trend: Trend, clock: Callable[[], float] = time.monotonic) -> None:
         self._strategy, self._trend, self._clock = strategy, trend, clock
-        self._last = clock()
+        self._last = self._called = clock()
+        self._doing = ""
 
     def __call__(self, what: str, share: float, best_s: float | None) -> None:
-        best = self._trend.describe(best_s)
-        if self._clock() - self._last >= LINE_EVERY_S:
-            self._last = self._clock()
+        best, now = self._trend.describe(best_s), self._clock()
+        if self._doing not in ("", what) and now - self._called >= LINE_EVERY_S:  # such as compiling: there was no news
+            print(f"{self._strategy}: {self._doing} took {now - self._called:.0f} s", file=sys.stderr, flush=True)
+        self._doing, self._called = what, now
+        if now - self._last >= LINE_EVERY_S:
+            self._last = now
             line = f"{self._strategy}: {what}, {share:.0%}" + (f", {best}" if best else "")
             print(line, file=sys.stderr, flush=True)
 

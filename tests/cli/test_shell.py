@@ -98,6 +98,18 @@ def test_a_search_says_in_lines_how_far_it_is(capsys: pytest.CaptureFixture[str]
     ]
 
 
+def test_what_took_long_without_news_is_said_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    now = [0.0]
+    log = SearchLog("best", Trend(lambda: now[0]), lambda: now[0])
+    for at, what in [(0.0, "compiling (once on a machine)"), (98.0, "placing nodes"), (99.0, "searching")]:
+        now[0] = at
+        log(what, 0.0, None)
+    assert capsys.readouterr().err.splitlines() == [
+        "best: compiling (once on a machine) took 98 s",
+        "best: placing nodes, 0%",
+    ]
+
+
 def test_an_error_of_another_library_is_one_line() -> None:
     assert first_line(ValueError("\n  no such thing\nat line 3")) == "no such thing"
     assert first_line(KeyError()) == "KeyError", "it says nothing"
