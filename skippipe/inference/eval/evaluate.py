@@ -218,20 +218,23 @@ def evaluate(
     dtype: DtypeName = "fp32",
     progress: EvalProgress = lambda what, done, of: None,
     batch_tokens: int = BATCH_TOKENS,
+    wire: str = "",
 ) -> Evaluation:
-    """Measures the selected subsets. Ablation and the best residual scale go by the first text. An interruption ends it
-    with what was measured until then, unless that is nothing."""
+    """Measures the selected subsets, with the codec `wire` on hops if there is one. Ablation and the best residual
+    scale go by the first text. An interruption ends it with what was measured until then, unless that is nothing."""
     total, first = len(staged.stages), texts[0]
     wanted = selection.stages(total)
     needed = [*wanted, *selection.for_ablation(total)]
     scaling = ResidualScaling(total, selection.residual_scale)
     if selection.residual_scale == BEST:
         some = first.others(max(MIN_CALIBRATION_WINDOWS, len(first.numbers) // CALIBRATION_SHARE))
-        meter = PerplexityMeter(staged, [some], dtype, partial(progress, "choosing the residual scale"), batch_tokens)
+        meter = PerplexityMeter(
+            staged, [some], dtype, partial(progress, "choosing the residual scale"), batch_tokens, wire
+        )
         sizes = _calibration_subsets(total, needed, selection)
         scaling = ResidualScaling(total, BEST, best_exponents(meter, sizes, total), some.tokens)
     subsets_wanted = [scaling.subset(stages) for stages in wanted]
-    meter = PerplexityMeter(staged, texts, dtype, partial(progress, "measuring"), batch_tokens)
+    meter = PerplexityMeter(staged, texts, dtype, partial(progress, "measuring"), batch_tokens, wire)
 
     def losses(subsets: Sequence[Visits]) -> list[float]:
         scaled = [scaling.subset(stages) for stages in subsets]
