@@ -34,6 +34,7 @@ from skippipe.inference.eval.perplexity import DEFAULT_CONTEXT, Windows, beginni
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import check_device
+from skippipe.optim import DEFAULT
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits, draw_subsets
@@ -70,6 +71,7 @@ class HealSettings:
     sequence: int | None = None
     """Tokens of a sample; None: 512, or as many as the model attends to."""
     rate: float | None = None
+    optimizer: str = DEFAULT
     seed: int = 0
     device: str = "cpu"
 
@@ -292,7 +294,7 @@ def begin_healing(
     engine = Engine(
         spec,
         layers,
-        OptimConfig(),
+        OptimConfig(settings.optimizer),
         recipe,
         device=settings.device,
         low_precision=low_precision,

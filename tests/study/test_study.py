@@ -341,6 +341,23 @@ def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_pat
     assert done(50.0) == [*first, ("quarter", 1)]
 
 
+class SharingRunner(Runner):
+    """A runner in whose first run another one, with the same results, does what is left."""
+
+    def one(self, run: StudyRun) -> dict[str, Any]:
+        if run.variant.name == "full":
+            Runner(self.study, self.results, StudyDevice(), lambda run, share, how: None).run()
+        return super().one(run)
+
+
+def test_processes_with_the_same_results_divide_the_runs(study_file: Path, tmp_path: Path) -> None:
+    study, results = chosen(load_study(study_file), ["full", "smaller"]), tmp_path / "results.jsonl"
+    study = replace(study, seeds=[0], measuring=EvalSettings(tokens=64, final_tokens=64, part_tokens=64, keep=[]))
+    SharingRunner(study, results, StudyDevice(), lambda run, share, how: None).run()
+    assert [run["variant"] for run in read_results(results)] == ["smaller", "full"], "each once"
+    assert [each.name for each in tmp_path.iterdir() if each.name.endswith(".lock")] == []
+
+
 class FailingRunner(Runner):
     """A runner that has no memory for one of the variants."""
 
