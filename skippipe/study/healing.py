@@ -71,9 +71,9 @@ class HealSettings:
     sequence: int | None = None
     """Tokens of a sample; None: 512, or as many as the model attends to."""
     rate: float | None = None
-    optimizer: str = DEFAULT
     seed: int = 0
     device: str = "cpu"
+    optimizer: str = DEFAULT
 
 
 @dataclass(frozen=True)
