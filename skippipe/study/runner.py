@@ -270,7 +270,7 @@ class Runner:
         spec, layers = self._model(run)
         kind = self._kind(run)
         if kind in self._engines:
-            self._engines[kind].begin_again(spec, run.learning, variant.recipe, variant.traffic)
+            self._engines[kind].begin_again(spec, run.learning, variant.recipe, variant.traffic, run.stand_in_learning)
         else:
             self._engines[kind] = Engine(
                 spec,
@@ -281,6 +281,7 @@ class Runner:
                 device=self.device.name,
                 low_precision=self.device.low_precision,
                 compiled=self.device.compiled,
+                stand_in_learning=run.stand_in_learning,
             )
         return self._engines[kind]
 
