@@ -112,7 +112,7 @@ class Engine:
         stages = frozen or [StageModel(spec, each, ends=index == 0) for index, each in self._ranges]
         self.stages = [stage.requires_grad_(frozen is None).to(device) for stage in stages]
         trained = self.stages if frozen is None else ()
-        self.weights = [FlatParams(stage.named_weights(), learning) for stage in trained]
+        self.weights = [FlatParams(stage.named_weights(), learning, compiled=compiled) for stage in trained]
         self._lay_bridges(self._new_bridges(spec))
         self.adapters = self._new_adapters(self.stages, spec.seed)
         later = self._stand_in_learning
