@@ -30,6 +30,7 @@ from skippipe.cli.options import (
     part_option,
     work_option,
 )
+from skippipe.codecs import CodecId
 from skippipe.errors import UserError
 from skippipe.json_fields import check_empty, check_output, json_text, write_text
 from skippipe.terminal import count_progress, print_table
@@ -90,6 +91,10 @@ def evaluate(
         ),
     ] = "cpu",
     dtype: Dtype = "fp32",
+    wire: Annotated[
+        CodecId | None,
+        work_option("Codec of hidden states between stages, as in 'skippipe serve --wire': what it costs.", "none"),
+    ] = None,
     output: JsonFile = None,
     png: Annotated[Path | None, option(OUTPUT, "Draw perplexity by share of stages kept.", metavar="OUT")] = None,
     html: Annotated[
@@ -129,10 +134,10 @@ def evaluate(
             )
         window, beginning = context or default_context(place, staged.context), beginning_of(staged.tokenizer)
         windows = [Windows.of(name, each, window, tokens, beginning) for name, each in zip(names, ids, strict=True)]
-        found = evaluated(staged, windows, selection, dtype, progress, replicas=replicas)
+        found = evaluated(staged, windows, selection, dtype, progress, wire=wire or "", replicas=replicas)
     from skippipe.inference.eval.tables import as_json as figures_of
 
-    header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
+    header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "wire": wire, "seed": seed}
     figures = json_text({**header, **figures_of(found)}) + "\n"
     if as_json:
         print(figures, end="")

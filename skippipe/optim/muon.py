@@ -11,9 +11,11 @@ devices must be of one kind.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from skippipe.optim.interface import Optimizer, StateTensor
+from skippipe.optim.interface import Optimizer, ParamSlot, Shape, StateTensor
 from skippipe.optim.torch_optimizer import adamw_step
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a polynomial of odd powers that brings singular values near 1 soon
 ROUNDS = 5
 SIZE = 0.2  # root mean square of the numbers of a step of AdamW, times its rate
-CHUNK = 2**24  # numbers that AdamW steps along at a time
+CHUNK = 2**24  # numbers that AdamW steps along at a time, and of matrices that are made orthogonal together
 
 
 class Muon(Optimizer):
@@ -33,28 +35,51 @@ class Muon(Optimizer):
 
     def step(self, gradient: Tensor, rate: float) -> None:
         ours, means, first = self.settings, self.state["exp_avg"], 0
+        for slots in _alike(self.slots):
+            self._orthogonal_step(slots, gradient, rate)
         for slot in self.slots:
+            if slot.is_layer_matrix:
+                continue
             here = slice(slot.start, slot.start + slot.size)
-            values, mean = self.values[here], means[here]
-            now = self.on_device(gradient, range(here.start, here.stop))
+            values, mean, now = self.values[here], means[here], self.on_device(gradient, range(here.start, here.stop))
             if len(slot.shape) >= 2:
                 values.mul_(1 - rate * ours.weight_decay)
-            if slot.is_layer_matrix:
-                mean.lerp_(now, 1 - ours.beta1)
-                step = orthogonal(now.lerp_(mean, ours.beta1).view(slot.shape)).flatten()
-                values.add_(step, alpha=-rate * SIZE * max(slot.shape[-2:]) ** 0.5)
-                continue
             square = self.state["exp_avg_sq"][first : first + slot.size]
             for at in range(0, slot.size, CHUNK):
                 part = slice(at, at + CHUNK)
                 adamw_step(values[part], now[part], mean[part], square[part], ours, self.steps + 1, rate)
             first += slot.size
 
+    def _orthogonal_step(self, slots: Sequence[ParamSlot], gradient: Tensor, rate: float) -> None:
+        """Of matrices of one shape."""
+        import torch
+
+        ours, shape = self.settings, slots[0].shape
+        values, means = ([slot.of(flat) for slot in slots] for flat in (self.values, self.state["exp_avg"]))
+        now = [self.on_device(gradient, range(slot.start, slot.start + slot.size)).view(shape) for slot in slots]
+        torch._foreach_lerp_(means, now, 1 - ours.beta1)
+        torch._foreach_lerp_(now, means, ours.beta1)
+        steps = orthogonal(torch.stack(now) if len(now) > 1 else now[0]).float().view(len(now), *shape)
+        torch._foreach_mul_(values, 1 - rate * ours.weight_decay)
+        torch._foreach_add_(values, list(steps), alpha=-rate * SIZE * max(shape[-2:]) ** 0.5)
+
     @classmethod
     def step_flops(cls, parameters: int, ends: int, width: int) -> int:
         """Each round multiplies a matrix twice by a square one of its narrower side, and that by itself."""
         products = ROUNDS * (2 + 2 + 1) * width  # of the width at most; most matrices have another, wider side
         return cls.flops_per_parameter * parameters + products * (parameters - ends)
+
+
+def _alike(slots: Sequence[ParamSlot]) -> Iterator[list[ParamSlot]]:
+    """Matrices of layers in groups of one shape, as many together as make no more than a few large products: a small
+    model is otherwise held up by hundreds of small ones."""
+    shapes: dict[Shape, list[ParamSlot]] = defaultdict(list)
+    for slot in slots:
+        if slot.is_layer_matrix:
+            shapes[slot.shape].append(slot)
+    for group in shapes.values():
+        count = max(1, CHUNK // group[0].size)
+        yield from (group[at : at + count] for at in range(0, len(group), count))
 
 
 def orthogonal(matrices: Tensor) -> Tensor:

@@ -220,6 +220,8 @@ class Variant:
     """The optimizer; empty: the study's."""
     heal_rate: Annotated[float, Range(0, 100, above=True)] = 1.0
     """By what the learning rate is multiplied while only bridges and adapters learn."""
+    heal_optimizer: Annotated[str, Choices(("", *OPTIMIZERS))] = ""
+    """The optimizer of bridges and adapters; empty: that of the rest."""
     heal_split: Annotated[int, MICROBATCHES] = 1
     """Steps that are taken in an iteration while only bridges and adapters learn, each with an equal part of the
     microbatches."""
@@ -321,6 +323,11 @@ class StudyRun:
         rate, optimizer = self.variant.rate or chosen.rate, self.variant.optimizer or chosen.optimizer
         return replace(chosen, optimizer=optimizer, rate=rate, warmup=warmup, iterations=max(iterations, warmup + 1))
 
+    @property
+    def stand_in_learning(self) -> OptimConfig:
+        """That of bridges and adapters."""
+        return replace(self.learning, optimizer=self.variant.heal_optimizer or self.learning.optimizer)
+
     def rate(self, iteration: int) -> float:
         """The learning rate; that of healing has a schedule of its own, over what it has of the run."""
         heals_at = self.heals_at
@@ -383,8 +390,9 @@ class StudyRun:
         for name in ("heal_rate", "heal_split", "heal_passes", "heal_epochs"):
             if variant[name] == 1:
                 del variant[name]
-        if not variant["heal_fit"]:
-            del variant["heal_fit"]
+        for name in ("heal_fit", "heal_optimizer"):
+            if not variant[name]:
+                del variant[name]
         variant["traffic"] = self.variant.traffic.settings
         if self.variant.traffic == Traffic():
             del variant["traffic"]
@@ -424,6 +432,8 @@ class StudyRun:
         settings["measuring"].pop("questions", None)  # they are asked in the end
         variant = self.variant
         traffic = [variant.traffic.settings] if variant.traffic != Traffic() else []
+        if variant.heal_optimizer and "bridges" in recipe:  # they have learned before, by it
+            recipe["heal_optimizer"] = variant.heal_optimizer
         known = settings, variant.stages, variant.layers, variant.breaks, recipe, lengths, young, self.seed
         return _hash([*known, *traffic])
 

@@ -101,20 +101,22 @@ class Engine:
         low_precision: bool = False,
         compiled: bool = False,
         frozen: Sequence[StageModel] | None = None,
+        stand_in_learning: OptimConfig | None = None,
     ) -> None:
-        """`frozen` are the stages of a finished model: of these only bridges and adapters can be trained (healing)."""
-        self.recipe = recipe
-        self.traffic = traffic
-        self.learning = learning
+        """`stand_in_learning` is that of bridges and adapters, if it is another one. `frozen` are the stages of a
+        finished model: of these only bridges and adapters can be trained (healing)."""
+        self.recipe, self.traffic = recipe, traffic
+        self.learning, self._stand_in_learning = learning, stand_in_learning or learning
         self.device = device
         self._ranges = list(enumerate(layer_ranges(layers)))
         stages = frozen or [StageModel(spec, each, ends=index == 0) for index, each in self._ranges]
         self.stages = [stage.requires_grad_(frozen is None).to(device) for stage in stages]
         trained = self.stages if frozen is None else ()
-        self.weights = [FlatParams(stage.named_weights(), learning) for stage in trained]
+        self.weights = [FlatParams(stage.named_weights(), learning, compiled=compiled) for stage in trained]
         self._lay_bridges(self._new_bridges(spec))
         self.adapters = self._new_adapters(self.stages, spec.seed)
-        self.adapter_weights = [FlatParams(each.to(device).named_parameters(), learning) for each in self.adapters]
+        later = self._stand_in_learning
+        self.adapter_weights = [FlatParams(each.to(device).named_parameters(), later) for each in self.adapters]
         self._low_precision, self.compiled = low_precision, compiled
         self._sum = gradient_sum(traffic, self._learned)
         self._subspace = self._new_subspace(spec)
@@ -139,20 +141,22 @@ class Engine:
         learning: OptimConfig,
         recipe: SkipSchedule,
         traffic: Traffic = Traffic(),  # noqa: B008
+        stand_in_learning: OptimConfig | None = None,
     ) -> None:
         """As new, with another seed, recipe or traffic, but adapters of the same rank; what was compiled stays."""
         assert recipe.adapters == self.recipe.adapters
         before = self._recorded_with
         self.recipe, self.learning, self.traffic = recipe, learning, traffic
+        self._stand_in_learning = later = stand_in_learning or learning
         if self._recordings and self._recorded_with != before:
             self._recordings = GraphCache(self.device)
         stages = [StageModel(spec, layers, ends=index == 0) for index, layers in self._ranges]
         adapters = self._new_adapters(stages, spec.seed)
-        new = [FlatParams(each.named_weights(), learning) for each in stages]
-        new += [FlatParams(each.named_parameters(), learning) for each in adapters]
-        for weights, first in zip([*self.weights, *self.adapter_weights], new, strict=True):
+        new = [(FlatParams(each.named_weights(), learning), learning) for each in stages]
+        new += [(FlatParams(each.named_parameters(), later), later) for each in adapters]
+        for weights, (first, how) in zip([*self.weights, *self.adapter_weights], new, strict=True):
             weights.values.copy_(first.values)
-            weights.reset(learning)
+            weights.reset(how)
         bridges = self._new_bridges(spec)
         if self._recorded_with != before:
             self._lay_bridges(bridges)
@@ -160,8 +164,8 @@ class Engine:
             self._subspace = self._new_subspace(spec)
         else:  # where recordings know them to be
             for each, weights in zip(bridges, self.bridge_weights, strict=True):
-                weights.values.copy_(FlatParams(each.named_parameters(), learning).values)
-                weights.reset(learning)
+                weights.values.copy_(FlatParams(each.named_parameters(), later).values)
+                weights.reset(later)
             if self._sum:
                 self._sum.forget()
             if self._subspace:
@@ -180,7 +184,7 @@ class Engine:
     def _lay_bridges(self, bridges: list[Bridges]) -> None:
         """Each is held by the stage at which it begins, beside its weights: so models are exported without them."""
         self.bridges = [each.to(self.device) for each in bridges]
-        self.bridge_weights = [FlatParams(each.named_parameters(), self.learning) for each in self.bridges]
+        self.bridge_weights = [FlatParams(each.named_parameters(), self._stand_in_learning) for each in self.bridges]
 
     def fit_bridges(self, batches: Iterable[Tensor], wire: str = "") -> None:
         """Make them the linear maps that come closest to what they leave out, on these token ids; `wire`: with this
@@ -493,5 +497,4 @@ class _SelectRows(torch.autograd.Function):
 
 
 def _chosen(whole: Tensor, rows: Tensor) -> Tensor:
-    chosen: Tensor = _SelectRows.apply(whole, rows)  # type: ignore[no-untyped-call]
-    return chosen
+    return _SelectRows.apply(whole, rows)  # type: ignore[no-any-return, no-untyped-call]

@@ -34,6 +34,7 @@ from skippipe.inference.eval.perplexity import DEFAULT_CONTEXT, Windows, beginni
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import check_device
+from skippipe.optim import DEFAULT
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits, draw_subsets
@@ -72,6 +73,7 @@ class HealSettings:
     rate: float | None = None
     seed: int = 0
     device: str = "cpu"
+    optimizer: str = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -292,7 +294,7 @@ def begin_healing(
     engine = Engine(
         spec,
         layers,
-        OptimConfig(),
+        OptimConfig(settings.optimizer),
         recipe,
         device=settings.device,
         low_precision=low_precision,

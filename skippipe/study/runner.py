@@ -1,4 +1,5 @@
-"""Variants × seeds, one after another. A line of JSON for every run that is done; those are not done again.
+"""Variants × seeds, one after another. A line of JSON for every run that is done; those are not done again. Several
+processes that write to the same results divide the runs among them.
 
     {"study", "variant", "seed", "key", "settings", "parameters", "tokens", "lengths", "curve", "whole", "parts",
      "parts_by_wire", "routers", "seconds", "tokens_per_s", "device", "date"}
@@ -11,12 +12,14 @@ rightly.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -95,15 +98,18 @@ class Runner:
         self._engines: dict[tuple[str, tuple[int, ...], int], Engine] = {}
 
     def run(self) -> None:
-        """Do all runs that are not done yet; but none that would not be over in time, by what those before it took. One
-        that fails is reported, and the others go on; UserError in the end, which names those that failed."""
-        done = {result["key"] for result in read_results(self.results)}
+        """Do all runs that are not done yet, and that no other process is doing; but none that would not be over in
+        time, by what those before it took. One that fails is reported, and the others go on; UserError in the end,
+        which names those that failed."""
         failed: list[str] = []
         for run in self.study.runs:
             began = self._clock()
-            if run.key not in done and began + self._expected_s(run) <= self._ends_at:
+            if run.key not in done_runs(self.results) and began + self._expected_s(run) <= self._ends_at:
                 try:
-                    self._do(run)
+                    with claimed(self.results, run) as is_ours:
+                        if not is_ours:
+                            continue
+                        self._do(run)
                 except (UserError, OSError):  # those that follow have the same settings, and the same disk
                     raise
                 except Exception as error:  # of a compiler, or for want of memory
@@ -122,8 +128,8 @@ class Runner:
             check_empty(kept)
         result = self.one(run)
         self.results.parent.mkdir(parents=True, exist_ok=True)
-        with self.results.open("a") as file:  # one line, when all of it is there
-            file.write(json.dumps(result) + "\n")
+        with self.results.open("ab", buffering=0) as file:  # one line at once, when all of it is there
+            file.write((json.dumps(result) + "\n").encode())
         if kept:
             self._keep(run, kept)
 
@@ -264,7 +270,7 @@ class Runner:
         spec, layers = self._model(run)
         kind = self._kind(run)
         if kind in self._engines:
-            self._engines[kind].begin_again(spec, run.learning, variant.recipe, variant.traffic)
+            self._engines[kind].begin_again(spec, run.learning, variant.recipe, variant.traffic, run.stand_in_learning)
         else:
             self._engines[kind] = Engine(
                 spec,
@@ -275,8 +281,32 @@ class Runner:
                 device=self.device.name,
                 low_precision=self.device.low_precision,
                 compiled=self.device.compiled,
+                stand_in_learning=run.stand_in_learning,
             )
         return self._engines[kind]
+
+
+def done_runs(results: Path) -> set[str]:
+    """Keys of the runs whose results are there."""
+    return {result["key"] for result in read_results(results)}
+
+
+@contextmanager
+def claimed(results: Path, run: StudyRun) -> Iterator[bool]:
+    """Whether this process is to do the run: it is not done, and no other process that writes to the same results is
+    doing it. A file beside the results is locked meanwhile; the lock ends with the process."""
+    results.parent.mkdir(parents=True, exist_ok=True)
+    file = results.with_name(f".{results.name}.{run.key}.lock")
+    with file.open("w") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        try:
+            yield run.key not in done_runs(results)  # another process may have ended it since we looked
+        finally:
+            file.unlink(missing_ok=True)
 
 
 def _frozen_parts(engine: Engine) -> dict[str, tuple[FlatParams, range]]:
@@ -355,7 +385,7 @@ def run_study(
         raise UserError(f"--device: there is no '{device}' that torch could use here; use cpu")
 
     def left() -> int:
-        done = {result["key"] for result in read_results(results)}
+        done = done_runs(results)
         return sum(run.key not in done for run in study.runs)
 
     print(f"{study.name}: {left()} of {len(study.runs)} runs to do, on {device}", flush=True)
@@ -365,7 +395,8 @@ def run_study(
         print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
         raise SystemExit(130) from None
     if left():
-        print(f"{left()} runs are left: {minutes:g} minutes are too short for them; the same command goes on with them")
+        why = "" if math.isinf(minutes) else f" or {minutes:g} minutes are too short for them"
+        print(f"{left()} runs are left: other processes are at them{why}; the same command goes on with them")
     else:
         print(f"done; all {len(study.runs)} runs are in {results}")
 

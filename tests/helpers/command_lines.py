@@ -227,6 +227,7 @@ OPTIONS: dict[str, dict[str, str | With]] = {
         "--cut": "3,2",
         "--device": With("cuda:99", refused=True),
         "--dtype": "bf16",
+        "--wire": "int4",
         "--output": "e.json",
         "--png": "e.png",
         "--html": "e.html",

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load, load_replicas
@@ -161,16 +162,16 @@ def replicas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[StagedModel]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("dtype", "wire"), [("fp32", ""), ("bf16", ""), ("fp32", "int4")])
 def test_several_devices_change_no_bit(
-    staged: StagedModel, replicas: list[StagedModel], windows: Windows, dtype: Any
+    staged: StagedModel, replicas: list[StagedModel], windows: Windows, dtype: Any, wire: str
 ) -> None:
     selection = Selection(everything=True)
-    alone = evaluate(staged, [windows], selection, dtype, batch_tokens=32)
+    alone = evaluate(staged, [windows], selection, dtype, batch_tokens=32, wire=wire)
     first, *others = replicas
     calls: list[tuple[object, ...]] = []
     progress: Any = lambda *said: calls.append(said)  # noqa: E731
-    found = evaluate(first, [windows], selection, dtype, progress, batch_tokens=32, replicas=others)
+    found = evaluate(first, [windows], selection, dtype, progress, batch_tokens=32, wire=wire, replicas=others)
     assert found.losses == alone.losses
     assert [each[1] for each in calls] == [16 * done for done in range(1, 7)]
 
@@ -204,6 +205,26 @@ def test_bfloat16_comes_near(staged: StagedModel, windows: Windows) -> None:
     for each in subsets:
         assert exact[each] != near[each]
         assert exact[each] == pytest.approx(near[each], rel=0.01)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4"])
+def test_a_codec_rounds_on_every_hop_also_on_the_one_back_to_the_head(
+    staged: StagedModel, windows: Windows, wire: str
+) -> None:
+    subsets = [subset(*stages) for stages in ((0,), (0, 2), (0, 1, 3), (0, 1, 2, 3, 4))]
+    found = losses(staged, windows, subsets, wire=wire)
+    rows = windows.rows(windows.numbers)
+    for each in subsets:
+        hidden = staged.stages[0].embed(rows[:, :-1])
+        for stage in each.stages:
+            hidden = staged.stages[stage](hidden)
+            if each.stages != (0,):
+                hidden = CODECS[wire].rounded(hidden)
+        expected = functional.cross_entropy(logits(staged.stages[0], hidden).flatten(0, 1), rows[:, 1:].flatten())
+        assert found[each] == pytest.approx(float(expected), abs=1e-5)
+    plain = losses(staged, windows, subsets)
+    assert found[subsets[0]] == plain[subsets[0]]
+    assert all(found[each] != plain[each] for each in subsets[1:])
 
 
 def test_values_without_bounds(staged: StagedModel, windows: Windows) -> None:

@@ -184,7 +184,7 @@ def test_a_plan_names_the_codecs_of_each_pass() -> None:
 
 
 def test_what_has_no_price_is_not_chosen() -> None:
-    assert CodecBudget.of(1.0, DEFAULT_PRICES).hops == ("fp32", "bf16", "int8", "fp8", "int4", "int6")
+    assert CodecBudget.of(1.0, DEFAULT_PRICES).hops == ("fp32", "bf16", "int8", "fp8", "int4", "int6", "int4-rank8")
     assert CodecBudget.of(1.0, DEFAULT_PRICES).gradients == ("fp32", "bf16", "int8", "int4", "int2", "rank-64")
     with pytest.raises(UserError, match="fp8 has no price for weight gradients"):
         CodecBudget.of(1.0, DEFAULT_PRICES, ["bf16"], ["fp8"])

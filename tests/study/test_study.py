@@ -320,6 +320,17 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
                 assert found[name] == expected[name], name
 
 
+def test_bridges_and_adapters_may_have_an_optimizer_of_their_own(study_file: Path, tmp_path: Path) -> None:
+    recipe = SkipSchedule("0 until 50%, 0 & 1/2", bridges=3, adapters=4, distill=0.5, heal="50%")
+    variants = [Variant("adamw", recipe, 4), Variant("muon", recipe, 4, heal_optimizer="muon")]
+    study, results = replace(load_study(study_file), variant=variants, seeds=[0]), tmp_path / "results.jsonl"
+    Runner(study, results, StudyDevice(), lambda run, share, how: None, None, tmp_path / "frozen").run()
+    adamw, muon = read_results(results)
+    assert adamw["whole"] == muon["whole"], "the model is the same"
+    assert adamw["parts"] != muon["parts"]
+    assert len(list((tmp_path / "frozen").iterdir())) == 1
+
+
 @pytest.mark.slow
 def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_path: Path) -> None:
     study, results = load_study(study_file), tmp_path / "results.jsonl"
@@ -339,6 +350,23 @@ def test_a_run_that_would_not_end_in_time_is_not_begun(study_file: Path, tmp_pat
     first = ("full", 0), ("quarter", 0), ("smaller", 0), ("full", 1)
     assert done(8.5) == [*first], "as many as fit, by what those before them took"
     assert done(50.0) == [*first, ("quarter", 1)]
+
+
+class SharingRunner(Runner):
+    """A runner in whose first run another one, with the same results, does what is left."""
+
+    def one(self, run: StudyRun) -> dict[str, Any]:
+        if run.variant.name == "full":
+            Runner(self.study, self.results, StudyDevice(), lambda run, share, how: None).run()
+        return super().one(run)
+
+
+def test_processes_with_the_same_results_divide_the_runs(study_file: Path, tmp_path: Path) -> None:
+    study, results = chosen(load_study(study_file), ["full", "smaller"]), tmp_path / "results.jsonl"
+    study = replace(study, seeds=[0], measuring=EvalSettings(tokens=64, final_tokens=64, part_tokens=64, keep=[]))
+    SharingRunner(study, results, StudyDevice(), lambda run, share, how: None).run()
+    assert [run["variant"] for run in read_results(results)] == ["smaller", "full"], "each once"
+    assert [each.name for each in tmp_path.iterdir() if each.name.endswith(".lock")] == []
 
 
 class FailingRunner(Runner):

@@ -218,9 +218,11 @@ def evaluate(
     dtype: DtypeName = "fp32",
     progress: EvalProgress = lambda what, done, of: None,
     batch_tokens: int = BATCH_TOKENS,
+    wire: str = "",
     replicas: Sequence[StagedModel] = (),
 ) -> Evaluation:
-    """Measures the selected subsets; `replicas` are the same model on other devices, which take a part of the work.
+    """Measures the selected subsets, with the codec `wire` on hops if there is one; `replicas` are the same model on
+    other devices, which take a part of the work.
 
     Ablation and the best residual scale go by the first text. An interruption ends it with what was measured until
     then, unless that is nothing."""
@@ -231,11 +233,11 @@ def evaluate(
     if selection.residual_scale == BEST:
         some = first.others(max(MIN_CALIBRATION_WINDOWS, len(first.numbers) // CALIBRATION_SHARE))
         choosing = partial(progress, "choosing the residual scale")
-        meter = PerplexityMeter(staged, [some], dtype, choosing, batch_tokens, replicas)
+        meter = PerplexityMeter(staged, [some], dtype, choosing, batch_tokens, wire, replicas)
         sizes = _calibration_subsets(total, needed, selection)
         scaling = ResidualScaling(total, BEST, best_exponents(meter, sizes, total), some.tokens)
     subsets_wanted = [scaling.subset(stages) for stages in wanted]
-    meter = PerplexityMeter(staged, texts, dtype, partial(progress, "measuring"), batch_tokens, replicas)
+    meter = PerplexityMeter(staged, texts, dtype, partial(progress, "measuring"), batch_tokens, wire, replicas)
 
     def losses(subsets: Sequence[Visits]) -> list[float]:
         scaled = [scaling.subset(stages) for stages in subsets]

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from skippipe.codecs import CODECS
 from skippipe.data.documents import BUILT_IN
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import HEADER, Ids, TokenFile
@@ -178,6 +179,8 @@ class BatchLosses:
 
     staged: StagedModel
     dtype: DtypeName
+    wire: str = ""
+    """Codec of hidden states between stages, as if each was served by a node of its own; empty: none."""
 
     def means(
         self,
@@ -202,9 +205,12 @@ class BatchLosses:
         hidden = self.staged.stages[0].embed(rows[:, :-1])
         return self._walk(tree, hidden.bfloat16() if (self.dtype == "bf16") else hidden, rows[:, 1:])
 
-    def _walk(self, tree: PrefixTree, hidden: Tensor, labels: Tensor) -> Iterator[tuple[StageSubset, Tensor]]:
+    def _walk(
+        self, tree: PrefixTree, hidden: Tensor, labels: Tensor, at_head: Tensor | None = None
+    ) -> Iterator[tuple[StageSubset, Tensor]]:
+        """`hidden` is what arrives from the stage before; `at_head` what its head gets, if that is something else."""
         if tree.complete:
-            loss = self._loss(hidden, labels)
+            loss = self._loss(hidden if at_head is None else at_head, labels)
             yield from ((subset, loss) for subset in tree.complete)
         for (number, hop), scales in tree.onward.items():
             stage = self.staged.stages[number]
@@ -212,7 +218,12 @@ class BatchLosses:
             output = stage(hidden)
             for scale, following in scales.items():
                 scaled = output if scale == 1.0 else torch.lerp(hidden, output, scale)
-                yield from self._walk(following, stage.cross(scaled, hop), labels)
+                made = stage.cross(scaled, hop)
+                yield from self._walk(following, self._sent(made), labels, made if number == 0 else None)
+
+    def _sent(self, hidden: Tensor) -> Tensor:
+        """What arrives after a hop."""
+        return CODECS[self.wire].rounded(hidden).to(hidden.dtype) if self.wire else hidden
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, summed over all tokens."""
@@ -234,6 +245,8 @@ class PerplexityMeter:
     dtype: DtypeName = "fp32"
     progress: CountProgress = lambda done, of: None
     batch_tokens: int = BATCH_TOKENS
+    wire: str = ""
+    """As `BatchLosses` has it."""
     replicas: Sequence[StagedModel] = ()
     """The same model on other devices, which take batches too."""
     losses: dict[StageSubset, dict[str, TextLoss]] = field(init=False, default_factory=dict)
@@ -248,7 +261,7 @@ class PerplexityMeter:
         batches = [(text, numbers) for text in self.texts for numbers in text.batches(self.batch_tokens)]
         of = len(batches) * len(missing)
         if not self.replicas:
-            losses = BatchLosses(self.staged, self.dtype)
+            losses = BatchLosses(self.staged, self.dtype, self.wire)
             for done, (text, numbers) in enumerate(batches):
                 report = partial(self._report, done * len(missing), of)
                 self._add(text, len(numbers), losses.means(tree, missing, text, numbers, report))
@@ -265,7 +278,7 @@ class PerplexityMeter:
         """What is measured on each batch, in their order, by all devices side by side."""
         idle: SimpleQueue[BatchLosses] = SimpleQueue()
         for each in (self.staged, *self.replicas):
-            idle.put(BatchLosses(each, self.dtype))
+            idle.put(BatchLosses(each, self.dtype, self.wire))
 
         def measured(batch: Batch) -> Means:
             losses = idle.get()
