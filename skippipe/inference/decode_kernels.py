@@ -36,7 +36,9 @@ from skippipe.inference.fused_layer import FusedLayer, Layer, LayerSettings
 MOST_ROWS = 16  # of a batch: a tile of tensor cores
 PROCESSORS = 132  # of an H100 or H200
 FULL = 0.9  # share of the processors that have a program each when a grid is large enough
-MOST_INPUTS = 2048  # that one program adds one after another: each 16 take some 20 ns, whatever else happens
+READ_BYTES_PER_S = 4.25e12  # of an H200's memory
+ADD_S = 0.7e-9  # of each input, in one program of four warps, with what a step of its loop takes beside
+SHORT_S = 2.6e-6  # that adding may take in any case: a second round of programs would take as long
 MOST_SPLITS = 8
 PIPELINE_BYTES = 64 * 1024  # of a program that are under way: 130 of them hide a microsecond at twice 4 TB/s
 LINE = 64  # values of 2 bytes that a line of the cache holds
@@ -53,7 +55,7 @@ class Tiles(NamedTuple):
     columns: int
     """Outputs of a program; of a gated product, pairs."""
     inner: int
-    """Inputs of one step of its loop."""
+    """Inputs of one step of its loop; each warp adds its share of them."""
     splits: int
     """Programs that share the inputs."""
     stages: int
@@ -92,14 +94,16 @@ def default_tiles(outputs: int, inputs: int, gated: bool = False) -> Tiles:
     """As few splits as fill the processors, as each costs a round of waiting; then as wide tiles, as each program reads
     the rows again."""
     widths = (32, 16) if outputs < 32 * 1024 else (64,)
+    read_s = 2 * outputs * (2 if gated else 1) * inputs / READ_BYTES_PER_S
+    most_inputs = max(0.6 * read_s, SHORT_S) / ADD_S
     fitting = (
         (columns, splits)
         for splits in (1, 2, 4, MOST_SPLITS)
         for columns in widths
-        if inputs / splits <= MOST_INPUTS and ceil(outputs / columns) * splits >= FULL * PROCESSORS
+        if inputs / splits <= most_inputs and ceil(outputs / columns) * splits >= FULL * PROCESSORS
     )
     columns, splits = next(fitting, (16, MOST_SPLITS))
-    inner = 128
+    inner = 256
     splits = min(splits, ceil(inputs / inner))
     return Tiles(columns, inner, splits, stages_for(columns, inner, gated))
 
@@ -209,9 +213,9 @@ class DecodeKernels:
             x, weight, x if gain is None else gain, x if bias is None else bias, x if residual is None else residual,
             out, self._scratch, self._arrivals, rows, epsilon,
             OUTPUTS=outputs, INPUTS=inputs, NORM=gain is not None, GATED=gated, BIAS=bias is not None,
-            RESIDUAL=residual is not None, COLUMNS=tiles.columns, INNER=tiles.inner, SPLITS=tiles.splits,
-            STEPS=tiles.steps(inputs), STAGES=tiles.stages, FETCHED=fetched_lines(tiles, inputs, gated),
-            EARLY=self._early, num_warps=tiles.warps, **self._options,
+            RESIDUAL=residual is not None, COLUMNS=tiles.columns, INNER=tiles.inner, SLICES=tiles.warps,
+            SPLITS=tiles.splits, STEPS=tiles.steps(inputs), STAGES=tiles.stages,
+            FETCHED=fetched_lines(tiles, inputs, gated), EARLY=self._early, num_warps=tiles.warps, **self._options,
         )  # fmt: skip
         return out
 
@@ -226,11 +230,11 @@ class DecodeKernels:
         rotations: tuple[Tensor, Tensor],
         window: int | None,
         *,
-        tiles: AttentionTiles = ATTENTION,
+        tiles: AttentionTiles | None = None,
         splits: int | None = None,
     ) -> Tensor:
         """Attention of the tokens of all rows, [rows, heads · head size]; their keys and values are stored."""
-        rows, room = len(qkv), stores[0].shape[2]
+        tiles, rows, room = tiles or ATTENTION, len(qkv), stores[0].shape[2]
         heads, kv_heads, dim = settings.heads, settings.kv_heads, settings.head_dim
         splits = splits or attention_splits(rows, kv_heads, room)
         given = qkv, *stores, *rotations
@@ -244,8 +248,8 @@ class DecodeKernels:
             qkv, qkv if query_norm is None else query_norm, qkv if key_norm is None else key_norm, *rotations, *stores,
             slots, positions, out, self._scratch, self._arrivals, room, settings.scaling, settings.epsilon,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, WINDOW=window or 0, HEAD_NORM=query_norm is not None,
-            BLOCK=tiles.block, SPLITS=splits, STAGES=tiles.stages, EARLY=self._early, num_warps=tiles.warps,
-            **self._options,
+            BLOCK=tiles.block, SPLITS=splits, STAGES=tiles.stages, FETCHED=fetched_tokens(room, splits, qkv.is_cuda),
+            EARLY=self._early, num_warps=tiles.warps, **self._options,
         )  # fmt: skip
         return out
 
@@ -254,6 +258,11 @@ def fetched_lines(tiles: Tiles, inputs: int, gated: bool) -> int:
     """Lines of each of its rows of weights that a program fetches early: a power of two, as ranges of Triton are."""
     most = min(FETCHED_LINES // (tiles.columns * (2 if gated else 1)), tiles.steps(inputs) * tiles.inner // LINE)
     return 1 << max(most, 1).bit_length() - 1
+
+
+def fetched_tokens(room: int, splits: int, on_gpu: bool) -> int:
+    """Tokens that a program of attention fetches while it makes the queries; the interpreter has no such thing."""
+    return min(256, 1 << (room // splits - 1).bit_length()) if on_gpu else 0
 
 
 def agree(found: Tensor, expected: Tensor, before: Tensor | None = None) -> bool:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 ROWS = tl.constexpr(16)  # the least that a product on tensor cores has
+LINE = tl.constexpr(64)  # values of 2 bytes in a line of the caches
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -34,8 +35,8 @@ def _finish(
     total,
     up,
     squares,
+    kept,
     bias,
-    residual,
     out,
     columns,
     rows,
@@ -46,26 +47,22 @@ def _finish(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
 ):
-    """From sums over all inputs to what is stored."""
+    """From sums over all inputs to what is stored; `kept` is the residual, or 0."""
     row = tl.arange(0, ROWS)
-    real = (row < rows)[:, None] & (columns < OUTPUTS)[None, :]
-    place = row[:, None] * OUTPUTS + columns[None, :]
     if NORM:
         scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
         total *= scale
-        if GATED:
-            up *= scale
+        up *= scale
     if BIAS:
         total += tl.load(bias + columns, mask=columns < OUTPUTS, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias + OUTPUTS + columns, mask=columns < OUTPUTS, other=0.0).to(tl.float32)[None, :]
     if GATED:
         total = total * tl.sigmoid(total) * up
-    if RESIDUAL:
-        total += tl.load(residual + place, mask=real, other=0.0).to(tl.float32)
-    tl.store(out + place, total.to(dtype), mask=real)  # rounded, also if what is stored is fp32
+    real = (row < rows)[:, None] & (columns < OUTPUTS)[None, :]
+    values = (total + kept).to(dtype)  # rounded, also if what is stored is fp32
+    tl.store(out + row[:, None] * OUTPUTS + columns[None, :], values, mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -88,6 +85,7 @@ def product(
     RESIDUAL: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
+    SLICES: tl.constexpr,
     SPLITS: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -96,65 +94,68 @@ def product(
 ):
     """x [rows, INPUTS] by weight [OUTPUTS, INPUTS], transposed. Programs: [blocks of COLUMNS outputs, SPLITS].
 
+    A step takes INNER inputs, of which each warp adds a slice: one sum of few outputs would be a long chain of products
+    that wait for one another.
     NORM: x is normalized by its root mean square, times `gain`. It is multiplied by `gain` as it is read; the sum is
     divided by the root afterwards, as this is the same for all inputs: so x is read once, and nothing waits.
     GATED: weight is [2 · OUTPUTS, INPUTS], gates and then values; silu(gate) · value is stored.
     """
     block, part = tl.program_id(0), tl.program_id(1)
-    row, inner = tl.arange(0, ROWS), tl.arange(0, INNER)
+    size: tl.constexpr = INNER // SLICES
+    row = tl.arange(0, ROWS)
+    inner = tl.arange(0, SLICES)[:, None] * size + tl.arange(0, size)[None, :]
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     start = part * STEPS * INNER
     # beyond the end the last output is computed again, which spares a mask
-    weights = weight + tl.minimum(columns, OUTPUTS - 1)[None, :] * INPUTS
+    known = tl.minimum(columns, OUTPUTS - 1)
+    weights = weight + known[None, None, :] * INPUTS
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-        lines = tl.minimum(start + 64 * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
-        _fetch(weights + lines)
+        lines = tl.minimum(start + LINE * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
+        _fetch(weight + known[None, :] * INPUTS + lines)
         if GATED:
-            _fetch(weights + OUTPUTS * INPUTS + lines)
+            _fetch(weight + (OUTPUTS + known)[None, :] * INPUTS + lines)
         tl.extra.cuda.gdc_wait()
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    up = tl.zeros((ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((ROWS, INNER), tl.float32)
+    real = (row < rows)[:, None] & (columns < OUTPUTS)[None, :]
+    kept = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if RESIDUAL:  # now, so that nothing waits for it at the end
+        kept = tl.load(residual + row[:, None] * OUTPUTS + columns[None, :], mask=real, other=0.0).to(tl.float32)
+    total = tl.zeros((SLICES, ROWS, COLUMNS), tl.float32)
+    up = tl.zeros((SLICES, ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((SLICES, ROWS, size), tl.float32)
     if NORM:
         gains = tl.load(gain + start + inner, mask=start + inner < INPUTS, other=0.0)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = start + step * INNER + inner
+        place = x + row[None, :, None] * INPUTS + at[:, None, :]
         if SPLITS * STEPS * INNER == INPUTS:
-            values = tl.load(x + row[:, None] * INPUTS + at[None, :], mask=(row < rows)[:, None], other=0.0)
-            tile = tl.load(weights + at[:, None])
+            values = tl.load(place, mask=(row < rows)[None, :, None], other=0.0)
+            tile = tl.load(weights + at[:, :, None])
         else:
-            values = tl.load(
-                x + row[:, None] * INPUTS + at[None, :], mask=(row < rows)[:, None] & (at < INPUTS)[None, :], other=0.0
-            )
-            tile = tl.load(weights + at[:, None], mask=(at < INPUTS)[:, None], other=0.0)
+            values = tl.load(place, mask=(row < rows)[None, :, None] & (at < INPUTS)[:, None, :], other=0.0)
+            tile = tl.load(weights + at[:, :, None], mask=(at < INPUTS)[:, :, None], other=0.0)
         if NORM:
             exact = values.to(tl.float32)
             squares += exact * exact
-            values = (exact * gains.to(tl.float32)[None, :]).to(values.dtype)
+            values = (exact * gains.to(tl.float32)[:, None, :]).to(values.dtype)
             # of the next step: too few bytes a thread for Triton to load them ahead by itself
             gains = tl.load(gain + at + INNER, mask=at + INNER < INPUTS, other=0.0)
         total = tl.dot(values, tile, total)
         if GATED:
             if SPLITS * STEPS * INNER == INPUTS:
-                second = tl.load(weights + OUTPUTS * INPUTS + at[:, None])
+                second = tl.load(weights + OUTPUTS * INPUTS + at[:, :, None])
             else:
-                second = tl.load(
-                    weights + OUTPUTS * INPUTS + at[:, None],
-                    mask=(at < INPUTS)[:, None],
-                    other=0.0,
-                )
+                second = tl.load(weights + OUTPUTS * INPUTS + at[:, :, None], mask=(at < INPUTS)[:, :, None], other=0.0)
             up = tl.dot(values, second, up)
-    squares = tl.sum(squares, 1)
+    total, up = tl.sum(total, 0), tl.sum(up, 0)
+    squares = tl.sum(tl.sum(squares, 2), 0)
     if SPLITS == 1:
-        _finish(
-            total, up, squares, bias, residual, out, columns, rows, epsilon, x.dtype.element_ty,
-            OUTPUTS, INPUTS, NORM, GATED, BIAS, RESIDUAL,
-        )  # fmt: skip
+        _finish(total, up, squares, kept, bias, out, columns, rows, epsilon, x.dtype.element_ty,
+                OUTPUTS, INPUTS, NORM, GATED, BIAS)  # fmt: skip
     else:
-        size: tl.constexpr = ROWS * (2 * COLUMNS + 1)
+        numbers: tl.constexpr = ROWS * (2 * COLUMNS + 1)
         place = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        mine = scratch + (block * SPLITS + part) * size
+        mine = scratch + (block * SPLITS + part) * numbers
         tl.store(mine + place, total)
         if GATED:
             tl.store(mine + ROWS * COLUMNS + place, up)
@@ -166,16 +167,14 @@ def product(
             up = tl.zeros((ROWS, COLUMNS), tl.float32)
             squares = tl.zeros((ROWS,), tl.float32)
             for other in tl.static_range(SPLITS):
-                theirs = scratch + (block * SPLITS + other) * size
+                theirs = scratch + (block * SPLITS + other) * numbers
                 total += tl.load(theirs + place, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(theirs + ROWS * COLUMNS + place, cache_modifier=".cg")
                 if NORM:
                     squares += tl.load(theirs + 2 * ROWS * COLUMNS + row, cache_modifier=".cg")
-            _finish(
-                total, up, squares, bias, residual, out, columns, rows, epsilon, x.dtype.element_ty,
-                OUTPUTS, INPUTS, NORM, GATED, BIAS, RESIDUAL,
-            )  # fmt: skip
+            _finish(total, up, squares, kept, bias, out, columns, rows, epsilon, x.dtype.element_ty,
+                    OUTPUTS, INPUTS, NORM, GATED, BIAS)  # fmt: skip
             tl.store(arrivals + block, 0)
 
 
@@ -232,6 +231,7 @@ def attention(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    FETCHED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Rotate the queries and the key of each row's token, write key and value to the cache, and attend to all tokens
@@ -247,6 +247,16 @@ def attention(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot, position = tl.load(slots + row), tl.load(positions + row)
+    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
+    span = tl.cdiv(tl.cdiv(position - first, BLOCK), SPLITS) * BLOCK
+    begin = first + part * span
+    end = tl.minimum(begin + span, position)
+    stored = (slot * KV_HEADS + head) * room * DIM  # 64 bits: caches are large
+    if FETCHED:  # while queries and key are made
+        tokens = tl.minimum(begin + tl.arange(0, FETCHED), position)[:, None] * DIM
+        lines = tl.minimum(tl.arange(0, (WIDTH + LINE - 1) // LINE) * LINE, DIM - 1)[None, :]
+        _fetch(keys + stored + tokens + lines)
+        _fetch(values + stored + tokens + lines)
     cosine = tl.load(cosines + position * DIM + dim, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + position * DIM + dim, mask=inside, other=0.0).to(tl.float32)
     token = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM)
@@ -258,7 +268,6 @@ def attention(
     key = _rotated(token + (HEADS + head + one) * DIM, one == 0, key_norm, cosine, sine, epsilon, DIM, WIDTH, HEAD_NORM)
     key = tl.sum(key, 0).to(dtype)  # the one row
     value = tl.load(token + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside, other=0.0)
-    stored = (slot * KV_HEADS + head) * room * DIM  # 64 bits: caches are large
     if part == 0:
         tl.store(keys + stored + position * DIM + dim, key, mask=inside)
         tl.store(values + stored + position * DIM + dim, value, mask=inside)
@@ -269,10 +278,6 @@ def attention(
     highest = tl.where(part == 0, own, float("-inf"))
     weight = tl.where(part == 0, tl.full((ROWS,), 1.0, tl.float32), 0.0)
     total = tl.zeros((ROWS, WIDTH), tl.float32) + tl.where(part == 0, value.to(tl.float32), 0.0)[None, :]
-    first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
-    span = tl.cdiv(tl.cdiv(position - first, BLOCK), SPLITS) * BLOCK
-    begin = first + part * span
-    end = tl.minimum(begin + span, position)
     for at in tl.range(begin, end, BLOCK, num_stages=STAGES):
         seen = at + tl.arange(0, BLOCK)
         mask = seen < end
