@@ -28,7 +28,7 @@ from skippipe.inference.decode_kernels import (
     Tiles,
     agree,
     default_tiles,
-    stages_for,
+    with_stages,
 )
 from skippipe.inference.fused_layer import FusedLayer, LayerSettings, layer_step, position_mask
 from skippipe.model_shape import ModelShape
@@ -80,8 +80,10 @@ def candidates(outputs: int, inputs: int, gated: bool) -> list[Tiles]:
         (128, 128, 1, 8),
         (64, 256, 4, 8),
     ):
-        each = Tiles(columns, inner, splits, stages_for(columns, inner, gated), warps)
-        if 0.9 * PROCESSORS <= each.programs(outputs) <= 6 * PROCESSORS and inner * splits <= inputs:
+        each = with_stages(Tiles(columns, inner, splits, 0, warps), inputs, gated)
+        small = columns * (2 if gated else 1) * inner <= 2**14  # or registers do not suffice
+        few = each.programs(outputs) <= 6 * PROCESSORS or columns >= 64
+        if small and few and each.programs(outputs) >= 0.4 * PROCESSORS and inner * splits <= inputs:
             found.append(each)
     return list(dict.fromkeys(found))
 
@@ -120,7 +122,7 @@ class Bench:
             for run in runs:
                 run()
         graph.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(REPLAYS):
             graph.replay()
@@ -210,12 +212,14 @@ class Bench:
         return slots, torch.full_like(slots, POSITION), (both.cos().to(self.dtype), both.sin().to(self.dtype))
 
     def layer(self, shape: ModelShape) -> FusedLayer:
-        matrices = {
+        matrices: dict[str, Any] = {
             each.name: self.random(each.outputs * (2 if each.gated else 1), each.inputs, scale=0.3 * each.inputs**-0.5)
             for each in products(shape)[:-1]
         }
         gains: dict[str, Any] = {name: 1 + self.random(shape.hidden, scale=0.1) for name in ("norm", "second_norm")}
-        absent = dict.fromkeys(("qkv_bias", "query_norm", "key_norm", "out_bias", "gate_up_bias", "down_bias"))
+        absent: dict[str, Any] = dict.fromkeys(
+            ("qkv_bias", "query_norm", "key_norm", "out_bias", "gate_up_bias", "down_bias")
+        )
         return FusedLayer(**matrices, **gains, **absent)
 
     def all_layers(self, shape: ModelShape, settings: LayerSettings) -> None:
@@ -238,7 +242,10 @@ class Bench:
 
         read_s = sum(each.nbytes for weights, _ in layers for each in weights if each is not None) / self.rate
         print(f"{shape.layers} layers: {1e6 * read_s:.0f} us to read their weights", flush=True)
-        ways = {"best tiles": partial(ours, self.kernels), "torch, not compiled": plain}
+        ways: dict[str, Callable[[], Tensor]] = {
+            "best tiles": partial(ours, self.kernels),
+            "torch, not compiled": plain,
+        }
         if self.early is not None:
             ways["best tiles, early"] = partial(ours, self.early)  # last: the least tried
         for name, way in ways.items():

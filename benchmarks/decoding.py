@@ -2,7 +2,7 @@
 
     python -m benchmarks.decoding [--checkpoint FOLDER [--cut 6]] [--device cuda] [--tokens 128] [--rounds 5]
     python -m benchmarks.decoding --model llama-500m --device cuda --dtype bf16 --only static
-    python -m benchmarks.decoding --model llama-1.5b --device cuda --dtype bf16 --only kernels [--seconds 45]
+    python -m benchmarks.decoding --model llama-1.5b --only kernels [--seconds 45]
     python -m benchmarks.decoding --checkpoint FOLDER --draft 0 --draft 0,1 --only drafts
 
 Tokens/s of decoding, prompts aside: the time for all tokens less the time for the first one. Then drafts: how much
@@ -152,7 +152,8 @@ def main() -> None:
     if asked.only == "kernels":
         from benchmarks.decode_kernels import measure  # needs Triton
 
-        measure(shape, asked.device, DTYPES[asked.dtype], copy_rate(asked.device), asked.seconds)
+        kind = torch.bfloat16 if asked.device.startswith("cuda") else torch.float32  # the interpreter has no bf16
+        measure(shape, asked.device, kind, copy_rate(asked.device), asked.seconds)
         return
     staged = load(asked.checkpoint, asked.cut, asked.device) if asked.checkpoint else random_model(asked.device, shape)
     convert(staged, asked.dtype)

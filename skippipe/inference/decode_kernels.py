@@ -105,12 +105,13 @@ def default_tiles(outputs: int, inputs: int, gated: bool = False) -> Tiles:
     columns, splits = next(fitting, (16, MOST_SPLITS))
     inner = 256
     splits = min(splits, ceil(inputs / inner))
-    return Tiles(columns, inner, splits, stages_for(columns, inner, gated))
+    return with_stages(Tiles(columns, inner, splits, 0), inputs, gated)
 
 
-def stages_for(columns: int, inner: int, gated: bool) -> int:
-    """One more than tiles of weights that fill the bytes under way."""
-    return max(3, min(8, 1 + PIPELINE_BYTES // (columns * (2 if gated else 1) * inner * 2)))
+def with_stages(tiles: Tiles, inputs: int, gated: bool) -> Tiles:
+    """One stage more than tiles of weights that fill the bytes under way, or than steps that there are."""
+    tile_bytes = tiles.columns * (2 if gated else 1) * tiles.inner * 2
+    return tiles._replace(stages=min(max(3, min(8, 1 + PIPELINE_BYTES // tile_bytes)), 1 + tiles.steps(inputs)))
 
 
 def attention_splits(rows: int, kv_heads: int, room: int) -> int:

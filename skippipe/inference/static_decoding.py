@@ -16,7 +16,7 @@ the kernels of `decode_kernels` instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -121,12 +121,11 @@ class LayerRunner:
 
     def logits(self, ends: StageModel, hidden: Tensor) -> Tensor:
         """As `cached_stage.logits`, of hidden states [rows, d]."""
-        norm, head = ends.norm, ends.head
+        norm: Any = ends.norm
+        head: Any = ends.head
         plain = type(head) is nn.Linear and head.bias is None and hasattr(norm, "variance_epsilon")
         if self._kernels is None or not plain or len(hidden) > MOST_ROWS:
             return logits(ends, hidden)
-        assert norm is not None
-        assert head is not None
         try:
             found = self._kernels.product(
                 hidden, head.weight, gain=norm.weight, epsilon=norm.variance_epsilon, dtype=torch.float32

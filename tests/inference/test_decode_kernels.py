@@ -75,7 +75,7 @@ def test_measured_tiles_come_before_the_rule(monkeypatch: pytest.MonkeyPatch) ->
     mine = Tiles(64, 64, 2, 3)
     monkeypatch.setitem(TUNED, (2048, 2048, False), mine)
     assert tiles_for(2048, 2048) == mine
-    assert default_tiles(2048, 2048) == Tiles(16, 128, 1, 8), "128 programs, of which none waits for another"
+    assert default_tiles(2048, 2048) == Tiles(16, 256, 1, 8), "128 programs, of which none waits for another"
     assert default_tiles(2048, 5632).splits > 1, "too many inputs for one program"
 
 
@@ -167,3 +167,60 @@ def test_kernels_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-3000:]
     assert "passed" in done.stdout or "100%" in done.stdout
     assert "skipped" not in done.stdout
+
+
+POINTERS = {"scratch": "*fp32", "arrivals": "*i32", "slots": "*i64", "positions": "*i64"}
+NUMBERS = {"rows": "i32", "room": "i32", "epsilon": "fp32", "scaling": "fp32"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("model", ["llama-500m", "llama-1.5b"])
+def test_kernels_compile_for_an_h200(model: str, early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To machine code, for which no GPU is needed, within the shared memory of a program."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from skippipe.inference import triton_kernels
+
+    def check(kernel: Any, constants: dict[str, Any], warps: int) -> None:
+        kinds, found, aligned = {}, {}, {}
+        for place, each in enumerate(kernel.params):
+            if each.is_constexpr:
+                kinds[each.name], found[place,] = "constexpr", constants[each.name]
+            else:
+                kinds[each.name] = NUMBERS.get(each.name) or POINTERS.get(each.name, "*bf16")
+                if each.name not in NUMBERS:
+                    aligned[place,] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, kinds, found, aligned)
+        made = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": early}
+        )
+        assert made.metadata.shared <= SHARED_BYTES
+        ptx = made.asm["ptx"]
+        assert "cp.async" in ptx, "weights and caches are loaded ahead"
+        assert "mma.sync" in ptx
+        assert ("griddepcontrol.wait" in ptx) == early
+
+    shape = MODELS[model]
+    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    forms = {
+        (joined, shape.hidden): {"NORM": True, "GATED": False, "BIAS": True, "RESIDUAL": False},
+        (shape.intermediate, shape.hidden): {"NORM": True, "GATED": True, "BIAS": False, "RESIDUAL": False},
+        (shape.hidden, shape.intermediate): {"NORM": False, "GATED": False, "BIAS": False, "RESIDUAL": True},
+    }
+    for (outputs, inputs), form in forms.items():
+        gated = form["GATED"]
+        tiles = tiles_for(outputs, inputs, gated)
+        sizes = {"OUTPUTS": outputs, "INPUTS": inputs, "COLUMNS": tiles.columns, "INNER": tiles.inner}
+        loop = {"SLICES": tiles.warps, "SPLITS": tiles.splits, "STEPS": tiles.steps(inputs), "STAGES": tiles.stages}
+        ahead = {"FETCHED": fetched_lines(tiles, inputs, gated), "EARLY": early}
+        check(triton_kernels.product, form | sizes | loop | ahead, tiles.warps)
+    heads = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.head_dim, "WIDTH": shape.head_dim}
+    for splits, window, norm in ((1, 0, False), (4, 100, True)):
+        ways = {"WINDOW": window, "HEAD_NORM": norm, "SPLITS": splits, "BLOCK": 64, "STAGES": 3}
+        check(triton_kernels.attention, heads | ways | {"FETCHED": 256, "EARLY": early}, 4)

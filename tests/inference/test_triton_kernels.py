@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def test_products(form: str, rows: int, outputs: int, inputs: int, tiles: Tiles,
         wanted = functional.silu(gate) * up
     if residual is not None:
         wanted = wanted + residual.float()
-    options = {"gain": gain, "bias": bias, "residual": residual, "gated": gated, "epsilon": 1e-5, "tiles": tiles}
+    options: dict[str, Any] = {"gain": gain, "bias": bias, "residual": residual, "tiles": tiles}
+    options |= {"gated": gated, "epsilon": 1e-5}
     found = kernels.product(x, weight, **options)
     assert found.dtype == dtype
     assert close(found, wanted, dtype)
