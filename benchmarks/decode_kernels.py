@@ -82,7 +82,7 @@ def candidates(outputs: int, inputs: int, gated: bool) -> list[Tiles]:
     ):
         each = with_stages(Tiles(columns, inner, splits, 0, warps), inputs, gated)
         small = columns * (2 if gated else 1) * inner <= 2**14  # or registers do not suffice
-        few = each.programs(outputs) <= 6 * PROCESSORS or columns >= 64
+        few = each.programs(outputs) <= 6 * PROCESSORS or (columns >= 64 and splits == 1)
         if small and few and each.programs(outputs) >= 0.4 * PROCESSORS and inner * splits <= inputs:
             found.append(each)
     return list(dict.fromkeys(found))

@@ -161,6 +161,9 @@ class DecodeKernels:
         # made once: graphs write where they are
         self._scratch = torch.empty(SCRATCH, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
+        # the interpreter's products take bf16 for whole numbers
+        language = triton_kernels.tl
+        self._squares = language.bfloat16 if device.type == "cuda" else language.float32
         self._early = early
         self._options = {"launch_pdl": True} if early else {}
 
@@ -215,7 +218,7 @@ class DecodeKernels:
             out, self._scratch, self._arrivals, rows, epsilon,
             OUTPUTS=outputs, INPUTS=inputs, NORM=gain is not None, GATED=gated, BIAS=bias is not None,
             RESIDUAL=residual is not None, COLUMNS=tiles.columns, INNER=tiles.inner, SLICES=tiles.warps,
-            SPLITS=tiles.splits, STEPS=tiles.steps(inputs), STAGES=tiles.stages,
+            SQUARES=self._squares, SPLITS=tiles.splits, STEPS=tiles.steps(inputs), STAGES=tiles.stages,
             FETCHED=fetched_lines(tiles, inputs, gated), EARLY=self._early, num_warps=tiles.warps, **self._options,
         )  # fmt: skip
         return out

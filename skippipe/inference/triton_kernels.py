@@ -86,6 +86,7 @@ def product(
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     SLICES: tl.constexpr,
+    SQUARES: tl.constexpr,
     SPLITS: tl.constexpr,
     STEPS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -97,7 +98,8 @@ def product(
     A step takes INNER inputs, of which each warp adds a slice: one sum of few outputs would be a long chain of products
     that wait for one another.
     NORM: x is normalized by its root mean square, times `gain`. It is multiplied by `gain` as it is read; the sum is
-    divided by the root afterwards, as this is the same for all inputs: so x is read once, and nothing waits.
+    divided by the root afterwards, as this is the same for all inputs: so x is read once, and nothing waits. SQUARES
+    is the type that squares are rounded to before they are added: of bf16's range, as they do not fit fp16's.
     GATED: weight is [2 · OUTPUTS, INPUTS], gates and then values; silu(gate) · value is stored.
     """
     block, part = tl.program_id(0), tl.program_id(1)
@@ -122,7 +124,8 @@ def product(
         kept = tl.load(residual + row[:, None] * OUTPUTS + columns[None, :], mask=real, other=0.0).to(tl.float32)
     total = tl.zeros((SLICES, ROWS, COLUMNS), tl.float32)
     up = tl.zeros((SLICES, ROWS, COLUMNS), tl.float32)
-    squares = tl.zeros((SLICES, ROWS, size), tl.float32)
+    squares = tl.zeros((SLICES, ROWS, 16), tl.float32)
+    ones = tl.full((SLICES, size, 16), 1.0, SQUARES)
     if NORM:
         gains = tl.load(gain + start + inner, mask=start + inner < INPUTS, other=0.0)
     for step in tl.range(0, STEPS, num_stages=STAGES):
@@ -136,7 +139,8 @@ def product(
             tile = tl.load(weights + at[:, :, None], mask=(at < INPUTS)[:, :, None], other=0.0)
         if NORM:
             exact = values.to(tl.float32)
-            squares += exact * exact
+            # also a product: x in two layouts would cost more than these few columns
+            squares = tl.dot((exact * exact).to(SQUARES), ones, squares)
             values = (exact * gains.to(tl.float32)[:, None, :]).to(values.dtype)
             # of the next step: too few bytes a thread for Triton to load them ahead by itself
             gains = tl.load(gain + at + INNER, mask=at + INNER < INPUTS, other=0.0)
@@ -148,7 +152,7 @@ def product(
                 second = tl.load(weights + OUTPUTS * INPUTS + at[:, :, None], mask=(at < INPUTS)[:, :, None], other=0.0)
             up = tl.dot(values, second, up)
     total, up = tl.sum(total, 0), tl.sum(up, 0)
-    squares = tl.sum(tl.sum(squares, 2), 0)
+    squares = tl.sum(tl.sum(squares, 2), 0) / 16
     if SPLITS == 1:
         _finish(total, up, squares, kept, bias, out, columns, rows, epsilon, x.dtype.element_ty,
                 OUTPUTS, INPUTS, NORM, GATED, BIAS)  # fmt: skip
