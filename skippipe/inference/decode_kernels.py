@@ -155,14 +155,15 @@ class DecodeKernels:
     """Launches the kernels; those of one object run one after another, as they share a scratch tensor."""
 
     def __init__(self, device: torch.device, *, early: bool = False) -> None:
-        from skippipe.inference import triton_kernels  # Triton need not be there
+        from triton import language  # need not be there
+
+        from skippipe.inference import triton_kernels
 
         self._product, self._attention = triton_kernels.product, triton_kernels.attention
         # made once: graphs write where they are
         self._scratch = torch.empty(SCRATCH, dtype=torch.float32, device=device)
         self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         # the interpreter's products take bf16 for whole numbers
-        language = triton_kernels.tl
         self._squares = language.bfloat16 if device.type == "cuda" else language.float32
         self._early = early
         self._options = {"launch_pdl": True} if early else {}

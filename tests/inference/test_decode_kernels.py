@@ -218,7 +218,7 @@ def test_kernels_compile_for_an_h200(model: str, early: bool, tmp_path: Path, mo
         tiles = tiles_for(outputs, inputs, gated)
         sizes = {"OUTPUTS": outputs, "INPUTS": inputs, "COLUMNS": tiles.columns, "INNER": tiles.inner}
         loop = {"SLICES": tiles.warps, "SPLITS": tiles.splits, "STEPS": tiles.steps(inputs), "STAGES": tiles.stages}
-        ahead = {"SQUARES": triton_kernels.tl.bfloat16, "FETCHED": fetched_lines(tiles, inputs, gated), "EARLY": early}
+        ahead = {"SQUARES": triton.language.bfloat16, "FETCHED": fetched_lines(tiles, inputs, gated), "EARLY": early}
         check(triton_kernels.product, form | sizes | loop | ahead, tiles.warps)
     heads = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.head_dim, "WIDTH": shape.head_dim}
     for splits, window, norm in ((1, 0, False), (4, 100, True)):
