@@ -2,15 +2,17 @@
 
     python -m benchmarks.decoding [--checkpoint FOLDER [--cut 6]] [--device cuda] [--tokens 128] [--rounds 5]
     python -m benchmarks.decoding --model llama-500m --device cuda --dtype bf16 --only static
+    python -m benchmarks.decoding --model llama-1.5b --only kernels [--seconds 45]
     python -m benchmarks.decoding --checkpoint FOLDER --draft 0 --draft 0,1 --only drafts
 
 Tokens/s of decoding, prompts aside: the time for all tokens less the time for the first one. Then drafts: how much
 faster than without, by stages that draft, for several texts one after another. Prompts are passages of a text that the
 model was not trained on. Without a checkpoint weights are random, as are prompts, and what drafts get right.
 
-With `--only static`: 8 texts of unequal length with static shapes, compiled on a GPU, against transformers as it comes,
-and with its static cache, which it compiles on a GPU by itself. Share of the memory rate: the time in which the weights
-could be read once, at the rate of a large copy on the device, as a share of the time of a step.
+With `--only static`: 8 texts of unequal length with static shapes, on a GPU by Triton kernels, and compiled, against
+transformers as it comes, and with its static cache, which it compiles on a GPU by itself. Share of the memory rate: the
+time in which the weights could be read once, at the rate of a large copy on the device, as a share of the time of a
+step. With `--only kernels`: see `benchmarks.decode_kernels`.
 """
 
 from __future__ import annotations
@@ -142,10 +144,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="of texts with drafts; default: %(default)s")
     parser.add_argument("--draft", action="append", help="stages that draft, as in 0,1; default: all that 'auto' tries")
     parser.add_argument("--temperature", type=float, default=0.0, help="of texts with drafts; default: %(default)s")
-    parser.add_argument("--only", choices=("transformers", "static", "drafts"))
+    parser.add_argument("--only", choices=("transformers", "static", "drafts", "kernels"))
+    parser.add_argument("--seconds", type=float, default=45.0, help="for tiles of kernels; default: %(default)s")
     parser.add_argument("--model", choices=MODELS, help="a shape, with random weights")
     asked = parser.parse_args()
     shape = MODELS[asked.model] if asked.model else SMALL
+    if asked.only == "kernels":
+        from benchmarks.decode_kernels import measure  # needs Triton
+
+        kind = torch.bfloat16 if asked.device.startswith("cuda") else torch.float32  # the interpreter has no bf16
+        measure(shape, asked.device, kind, copy_rate(asked.device), asked.seconds)
+        return
     staged = load(asked.checkpoint, asked.cut, asked.device) if asked.checkpoint else random_model(asked.device, shape)
     convert(staged, asked.dtype)
     count = sum(each.numel() for stage in staged.stages for _, each in stage.named_weights())
@@ -183,15 +192,23 @@ def with_static_shapes(staged: StagedModel, asked: argparse.Namespace) -> None:
     whole = StageSubset(tuple(range(len(staged.stages))), len(staged.stages))
     prompts = prompts_of(staged, range(4, 68, 8), asked)
     card = asked.device.startswith("cuda")
-    compiled = StaticDecoder(staged, whole, 2**20, compiled=card)
+    ways: dict[str, dict[str, Any]] = {"static shapes": {}}
+    if card:  # where its kernels cannot run, the first is as the last, after a warning
+        ways = {
+            "static shapes, Triton": {},
+            "static shapes, Triton, early": {"early": True},
+            "static shapes, compiled": {"compiled": True},
+            "static shapes, not compiled": {"kernels": False},
+        }
     works: dict[str, Work] = {
-        "static shapes": partial(ours, staged, compiled, prompts),
+        name: partial(ours, staged, StaticDecoder(staged, whole, 2**20, **options), prompts)
+        for name, options in ways.items()
+    }
+    works |= {
         "transformers": partial(theirs, model, prompts),
         "transformers, static cache": partial(theirs, model, prompts, cache_implementation="static"),
         "plain": partial(ours, staged, TokenByToken(staged, whole, 2**20), prompts),
     }
-    if card:
-        works["static shapes, not compiled"] = partial(ours, staged, StaticDecoder(staged, whole, 2**20), prompts)
     ends = staged.stages[0]
     assert ends.embedding is not None
     looked_up = 0 if ends.spec.tied else next(ends.embedding.parameters()).nbytes  # of which a step reads a few rows
@@ -212,7 +229,7 @@ def with_static_shapes(staged: StagedModel, asked: argparse.Namespace) -> None:
         print(
             f"{name}: {len(prompts) / step_s:,.0f} tokens/s, {1e3 * step_s:.3f} ms a step, "
             f"{weight_bytes / rate / step_s:.0%} of the memory rate (goal 50%); "
-            f"static shapes are {step_s / first_s:.2f} times as fast; {same} of {len(prompts)} texts the same",
+            f"the first is {step_s / first_s:.2f} times as fast; {same} of {len(prompts)} texts the same",
             flush=True,
         )
 

@@ -97,6 +97,10 @@ def parts_of(device: str, folder: Path) -> list[Part]:
     return [
         Part("about", 60, ([PYTHON, "-c", ABOUT],)),
         Part("nodes", 240, (module("benchmarks.gpu", *two, *small),)),
+        *(  # before decoding: what they print are the tile sizes that it should have
+            Part(f"kernels-{shape}", 120, (module("benchmarks.decoding", *words, "--only", "kernels"),))
+            for shape, words in (decodings(device) if card else ())
+        ),
         *(
             Part(f"decoding-{shape}", 180, (module("benchmarks.decoding", *words, "--only", "static"),))
             for shape, words in decodings(device)

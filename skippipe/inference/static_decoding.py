@@ -9,10 +9,8 @@ Rows are slots 0, 1, 2 and so on, of unequal lengths, filled up to a power of tw
 something that nobody looks at. While the caller looks at the tokens of a step, the next step runs already, with tokens
 that never left the device; if the batch changes meanwhile, it is repeated, which overwrites all it has written.
 
-Decoder layers of this step have fewer and larger products, and static shapes. Projections of one input are one product:
-queries, keys and values; gate and up. The layers' own weights become views of these, so nothing is held twice, and
-prompts go through the layers as before. Keys and values are written to the KV cache (see `cached_stage`) where they
-belong, and attention looks at all its room under a mask.
+Decoder layers of this step are those of `fused_layer`; small batches of 16-bit numbers on a GPU with Triton go through
+the kernels of `decode_kernels` instead.
 """
 
 from __future__ import annotations
@@ -22,176 +20,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from skippipe.inference.cached_stage import BatchRows, CachedStage, CacheFull, StageChain, logits
+from skippipe.inference.cached_stage import BatchRows, CachedStage, CacheFull, StageCache, StageChain, logits
 from skippipe.inference.checkpoint_loader import StagedModel
+from skippipe.inference.decode_kernels import EARLY, MOST_ROWS, DecodeKernels, agree, kernels_for, warn_unused
 from skippipe.inference.engine import TokenByToken, rows_after
+from skippipe.inference.fused_layer import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
 from skippipe.inference.sampler import TokenReader, choose
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.stage import StageModel
 from skippipe.stage_subset import Hop, StageSubset
 
-LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Classes of layers that are attention and a gated feed-forward block, each after a norm and beside a residual."""
-ACTIVATIONS = {"SiLU": "silu", "SiLUActivation": "silu"}
-"""Class of a feed-forward block's activation → its name in torch.nn.functional."""
 LEAST_ROOM = 256  # tokens of a slot: each other room is another graph
 LEAST_TOKENS = 8192  # of all slots together: rooms and batches are rounded up
 MOST_GRAPHS = 32  # of a stage; beyond them it is computed plainly
 WARM_UP = 3  # runs before a graph is recorded: kernels are compiled and chosen in them
-
-
-class FusedLayer(NamedTuple):
-    """The weights of a decoder layer as the step needs them."""
-
-    norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    second_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-
-
-class LayerSettings(NamedTuple):
-    """The numbers of a decoder layer, all layers' alike."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scaling: float
-    epsilon: float
-    activation: str
-    """Its name in torch.nn.functional."""
-
-
-Layer = tuple[FusedLayer, LayerSettings]
-
-
-def fuse(layer: Any) -> Layer | None:
-    """The layer's weights with its projections joined, as whose parts the layer keeps them; None: it is of another
-    kind, or has adapters."""
-    if type(layer).__name__ not in LAYERS:
-        return None
-    attention, mlp = layer.self_attn, layer.mlp
-    first, second = layer.input_layernorm, layer.post_attention_layernorm
-    query, key, value, out = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
-    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    activation = ACTIVATIONS.get(type(mlp.act_fn).__name__)
-    if activation is None or any(type(each) is not nn.Linear for each in (query, key, value, out, gate, up, down)):
-        return None
-    inner = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    qkv, qkv_bias = _joined([query, key, value])
-    gate_up, gate_up_bias = _joined([gate, up])
-    weights = FusedLayer(
-        norm=first.weight,
-        qkv=qkv,
-        qkv_bias=qkv_bias,
-        query_norm=None if inner[0] is None else inner[0].weight,
-        key_norm=None if inner[1] is None else inner[1].weight,
-        out=out.weight,
-        out_bias=out.bias,
-        second_norm=second.weight,
-        gate_up=gate_up,
-        gate_up_bias=gate_up_bias,
-        down=down.weight,
-        down_bias=down.bias,
-    )
-    dim = attention.head_dim
-    heads = query.out_features // dim, key.out_features // dim
-    return weights, LayerSettings(*heads, dim, attention.scaling, first.variance_epsilon, activation)
-
-
-@torch.no_grad()
-def _joined(maps: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weights and biases of several linear maps in one tensor each; theirs are parts of it from now on."""
-    weight = _shared([each.weight for each in maps])
-    return weight, None if maps[0].bias is None else _shared([each.bias for each in maps])
-
-
-def _shared(tensors: Sequence[Tensor]) -> Tensor:
-    first = tensors[0].detach()
-    total, storage = sum(len(each) for each in tensors), first.untyped_storage()
-    together = all(each.untyped_storage().data_ptr() == storage.data_ptr() for each in tensors)
-    if together and storage.nbytes() == total * first[0].numel() * first.element_size():  # joined before
-        return first.as_strided((total, *first.shape[1:]), first.stride(), 0)
-    joined = torch.cat([each.detach() for each in tensors])
-    start = 0
-    for each in tensors:
-        each.data = joined[start : start + len(each)]
-        start += len(each)
-    return joined
-
-
-def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return functional.rms_norm(values, weight.shape, weight, epsilon)
-
-
-def rotated(values: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    half = values.shape[-1] // 2
-    turned = torch.cat((-values[..., half:], values[..., :half]), -1)
-    return torch.addcmul(values * cosines, turned, sines)
-
-
-def layer_step(
-    hidden: Tensor,
-    weights: FusedLayer,
-    settings: LayerSettings,
-    stores: tuple[Tensor, Tensor],
-    rows: Tensor,
-    positions: Tensor,
-    rotation: tuple[Tensor, Tensor],
-    mask: Tensor,
-    gathered: bool = False,
-) -> Tensor:
-    """One layer for one token of each row [rows, d], whose keys and values are written to the stores, at the slots
-    `rows`. These are 0, 1, 2 and so on, unless they are to be `gathered`."""
-    count, (heads, kv_heads, dim, scaling, epsilon, activation) = len(hidden), settings
-    normed = rms_norm(hidden, weights.norm, epsilon)
-    joined = functional.linear(normed, weights.qkv, weights.qkv_bias).view(count, heads + 2 * kv_heads, dim)
-    both, value = joined[:, : heads + kv_heads], joined[:, heads + kv_heads :]
-    if weights.query_norm is not None and weights.key_norm is not None:
-        normed_query = rms_norm(both[:, :heads], weights.query_norm, epsilon)
-        both = torch.cat((normed_query, rms_norm(both[:, heads:], weights.key_norm, epsilon)), 1)
-    both = rotated(both, *rotation)
-    query, key = both[:, :heads], both[:, heads:]
-    stores[0][rows, :, positions] = key
-    stores[1][rows, :, positions] = value
-    # the queries that share a head of keys are as several tokens to it: so nothing is repeated
-    grouped = query.reshape(count, kv_heads, heads // kv_heads, dim)
-    keys, values = (each[rows] if gathered else each[:count] for each in stores)
-    attended = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scaling)
-    hidden = hidden + functional.linear(attended.reshape(count, heads * dim), weights.out, weights.out_bias)
-    normed = rms_norm(hidden, weights.second_norm, epsilon)
-    gate, up = functional.linear(normed, weights.gate_up, weights.gate_up_bias).chunk(2, -1)
-    return hidden + functional.linear(getattr(functional, activation)(gate) * up, weights.down, weights.down_bias)
-
-
-def fused_layers(stage: CachedStage) -> list[Layer] | None:
-    """None if one of them is of another kind, or they are on several devices."""
-    if len(stage.model.devices) > 1:
-        return None
-    found = [each for each in map(fuse, stage.model.layers) if each is not None]
-    return found if len(found) == len(stage.model.layers) else None
-
-
-def position_mask(positions: Tensor, room: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """What is added to the scores of the token at each position, [rows, 1, 1, room]: once for all layers, where a mask
-    of truth values would be turned into this in each."""
-    others, at = torch.arange(room, device=positions.device), positions[:, None]
-    unseen = others > at
-    if window is not None:
-        unseen |= others <= at - window
-    return torch.zeros(unseen.shape, dtype=dtype, device=positions.device).masked_fill(unseen, -torch.inf)[
-        :, None, None
-    ]
 
 
 def recorded(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cuda.CUDAGraph, Tensor]:
@@ -206,6 +50,98 @@ def recorded(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cud
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may copy meanwhile
             made = run()
     return graph, made
+
+
+class LayerRunner:
+    """Runs the layers of a stage for one token of each row: by Triton kernels where there are some and the batch is
+    small, else by `layer_step`, which may be compiled."""
+
+    def __init__(self, kernels: DecodeKernels | None = None, *, compiled: bool = False) -> None:
+        self._kernels = kernels
+        self._unchecked = {"layer", "logits"}
+        """Of the kernels: compared with the plain computation when they run first."""
+        self._layer = layer_step
+        if compiled:
+            keep_compiled_forms()  # sizes of batch and cache
+            self._layer = torch.compile(layer_step, dynamic=False, fullgraph=True)
+
+    def run(
+        self,
+        layers: list[Layer],
+        cache: StageCache,
+        hidden: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        rotations: tuple[Tensor, Tensor],
+        masks: dict[int | None, Tensor],
+        *,
+        gathered: bool = False,
+    ) -> Tensor:
+        """`rotations` of all positions; `masks` that other stages have used already."""
+        if self._kernels is not None and len(hidden) <= MOST_ROWS and layers[0][0].norm.dtype == hidden.dtype:
+            try:
+                return self._by_kernels(self._kernels, layers, cache, hidden, slots, positions, rotations)
+            except Exception as error:  # of whatever kind a compiler has
+                self._without_kernels(error)
+        cosines, sines = rotations
+        rotation = cosines[0, positions][:, None], sines[0, positions][:, None]
+        for (weights, settings), window, stores in zip(layers, cache.windows, cache.stores, strict=True):
+            assert stores is not None, "a step before a prompt"
+            if window not in masks:
+                masks[window] = position_mask(positions, cache.shape[1], window, hidden.dtype)
+            hidden = self._layer(
+                hidden, weights, settings, stores, slots, positions, rotation, masks[window], gathered=gathered
+            )
+        return hidden
+
+    def _by_kernels(
+        self,
+        kernels: DecodeKernels,
+        layers: list[Layer],
+        cache: StageCache,
+        hidden: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        rotations: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        for (weights, settings), window, stores in zip(layers, cache.windows, cache.stores, strict=True):
+            assert stores is not None, "a step before a prompt"
+            output = kernels.layer(hidden, weights, settings, stores, slots, positions, rotations, window)
+            if "layer" in self._unchecked:  # when warming up: a graph could not wait for the answer
+                self._unchecked.remove("layer")
+                rotation = rotations[0][0, positions][:, None], rotations[1][0, positions][:, None]
+                mask = position_mask(positions, cache.shape[1], window, hidden.dtype)
+                expected = layer_step(
+                    hidden, weights, settings, stores, slots, positions, rotation, mask, gathered=True
+                )
+                if not agree(output, expected, hidden):
+                    raise ArithmeticError("their results are not those of the layer")
+            hidden = output
+        return hidden
+
+    def logits(self, ends: StageModel, hidden: Tensor) -> Tensor:
+        """As `cached_stage.logits`, of hidden states [rows, d]."""
+        norm: Any = ends.norm
+        head: Any = ends.head
+        plain = type(head) is nn.Linear and head.bias is None and hasattr(norm, "variance_epsilon")
+        if self._kernels is None or not plain or len(hidden) > MOST_ROWS:
+            return logits(ends, hidden)
+        try:
+            found = self._kernels.product(
+                hidden, head.weight, gain=norm.weight, epsilon=norm.variance_epsilon, dtype=torch.float32
+            )
+            if "logits" in self._unchecked:
+                self._unchecked.remove("logits")
+                if not agree(found, logits(ends, hidden)):
+                    raise ArithmeticError("their results are not those of the head")
+            return found
+        except Exception as error:
+            self._without_kernels(error)
+            return logits(ends, hidden)
+
+    def _without_kernels(self, error: Exception) -> None:
+        self._kernels = None
+        warn_unused(f"{type(error).__name__}: {error}")
 
 
 class StaticStep:
@@ -252,26 +188,38 @@ class StaticStep:
 class StaticDecoding:
     """A chain of stages whose layers are all known to `fuse`, as a function of tokens and positions."""
 
-    def __init__(self, staged: StagedModel, chain: StageChain, layers: list[list[Layer]], *, compiled: bool) -> None:
+    def __init__(
+        self,
+        staged: StagedModel,
+        chain: StageChain,
+        layers: list[list[Layer]],
+        *,
+        compiled: bool,
+        kernels: bool,
+        early: bool,
+    ) -> None:
         self._staged = staged
         self._chain = chain
         self._layers = layers
         """Of each stage, weights and settings of each layer."""
         self.device = next(staged.stages[0].parameters()).device
-        self._layer = layer_step
-        if compiled:
-            keep_compiled_forms()  # sizes of batch and cache
-            self._layer = torch.compile(layer_step, dynamic=False, fullgraph=True)
+        known = [layer for each in layers for layer in each]
+        launched = kernels_for(self.device, known, early=early) if kernels and not compiled else None
+        self._runner = LayerRunner(launched, compiled=compiled)
         self._steps: dict[int, StaticStep] = {}
         self._shape = 0, 0
         self._rotations: list[tuple[Tensor, Tensor]] = []
         """Of each stage; kept, because graphs read them where they are."""
 
     @classmethod
-    def of(cls, staged: StagedModel, chain: StageChain, *, compiled: bool) -> StaticDecoding | None:
+    def of(
+        cls, staged: StagedModel, chain: StageChain, *, compiled: bool, kernels: bool = True, early: bool = EARLY
+    ) -> StaticDecoding | None:
         """None if a layer is of another kind."""
         layers = [each for each in map(fused_layers, chain.stages) if each is not None]
-        return None if len(layers) < len(chain.stages) else cls(staged, chain, layers, compiled=compiled)
+        if len(layers) < len(chain.stages):
+            return None
+        return cls(staged, chain, layers, compiled=compiled, kernels=kernels, early=early)
 
     def step(self, batch: int) -> StaticStep:
         """The step of a batch. Other caches than before make all steps of before useless."""
@@ -288,31 +236,12 @@ class StaticDecoding:
     def run(self, tokens: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         """Logits of the tokens that follow, [rows, vocabulary]."""
         chain, ends = self._chain, self._staged.stages[0]
-        hidden = ends.embed(tokens)
-        windows = {window for stage in chain.stages for window in stage.cache.windows}
-        masks = {window: position_mask(positions, self._shape[1], window, hidden.dtype) for window in windows}
+        hidden, masks = ends.embed(tokens), dict[int | None, Tensor]()
         tables = zip(chain.visits, chain.stages, self._layers, self._rotations, strict=True)
-        for number, stage, layers, (cosines, sines) in tables:
-            rotation = cosines[0, positions][:, None], sines[0, positions][:, None]
-            hidden = self._stage(number, stage, layers, hidden, positions, rows, rotation, masks)
-        return logits(ends, hidden)
-
-    def _stage(
-        self,
-        number: int,
-        stage: CachedStage,
-        layers: list[Layer],
-        hidden: Tensor,
-        positions: Tensor,
-        rows: Tensor,
-        rotation: tuple[Tensor, Tensor],
-        masks: dict[int | None, Tensor],
-    ) -> Tensor:
-        output = hidden
-        for (weights, settings), window, stores in zip(layers, stage.cache.windows, stage.cache.stores, strict=True):
-            assert stores is not None, "a step before a prompt"
-            output = self._layer(output, weights, settings, stores, rows, positions, rotation, masks[window])
-        return stage.handed_on(hidden, output, *self._chain.way_on(number))
+        for number, stage, layers, rotations in tables:
+            output = self._runner.run(layers, stage.cache, hidden, rows, positions, rotations, masks)
+            hidden = stage.handed_on(hidden, output, *chain.way_on(number))
+        return self._runner.logits(ends, hidden)
 
 
 class Ahead(NamedTuple):
@@ -326,9 +255,20 @@ class Ahead(NamedTuple):
 class StaticDecoder(TokenByToken):
     """All stages of the subset for every token, with static shapes wherever a batch allows it."""
 
-    def __init__(self, staged: StagedModel, subset: StageSubset, max_tokens: int, *, compiled: bool = False) -> None:
+    def __init__(
+        self,
+        staged: StagedModel,
+        subset: StageSubset,
+        max_tokens: int,
+        *,
+        compiled: bool = False,
+        kernels: bool = True,
+        early: bool = EARLY,
+    ) -> None:
+        """`compiled` by torch.compile; else `kernels` of Triton where they can run, each started `early`, before the
+        one before it has ended."""
         super().__init__(staged, subset, max(max_tokens, LEAST_TOKENS))
-        self._static = StaticDecoding.of(staged, self._whole, compiled=compiled)
+        self._static = StaticDecoding.of(staged, self._whole, compiled=compiled, kernels=kernels, early=early)
         self._ahead: Ahead | None = None
 
     def begin(self, generations: Sequence[Generation]) -> list[list[int]]:
@@ -404,6 +344,8 @@ class StaticStage(CachedStage):
     def __init__(self, model: StageModel, max_tokens: int) -> None:
         super().__init__(model, max_tokens)
         self._layers = fused_layers(self)
+        device = next(model.parameters()).device
+        self._runner = LayerRunner(kernels_for(device, self._layers or ()))
         self._steps: dict[Hashable, StageStaticStep] = {}
         self._shape = 0, 0
 
@@ -420,7 +362,9 @@ class StaticStage(CachedStage):
         if key not in self._steps:
             if len(self._steps) >= MOST_GRAPHS:
                 return super().forward(hidden, rows, residual_scale, hop)
-            self._steps[key] = StageStaticStep(self, self._layers, batch, hidden[:1, 0], residual_scale, hop)
+            self._steps[key] = StageStaticStep(
+                self, self._runner, self._layers, batch, hidden[:1, 0], residual_scale, hop
+            )
         self.cache.extend(rows)
         return self._steps[key].run(hidden, rows)
 
@@ -429,12 +373,18 @@ class StageStaticStep:
     """The step of one size of batch."""
 
     def __init__(
-        self, stage: CachedStage, layers: list[Layer], batch: int, like: Tensor, residual_scale: float, hop: Hop | None
+        self,
+        stage: CachedStage,
+        runner: LayerRunner,
+        layers: list[Layer],
+        batch: int,
+        like: Tensor,
+        residual_scale: float,
+        hop: Hop | None,
     ) -> None:
-        self._stage, self._layers = stage, layers
+        self._stage, self._runner, self._layers = stage, runner, layers
         self._way_on = residual_scale, hop
-        self._room = stage.cache.shape[1]
-        self._rotations = stage.rotations(self._room, like)  # kept, because a graph reads them where they are
+        self._rotations = stage.rotations(stage.cache.shape[1], like)  # kept, because a graph reads them where they are
         self._hidden = torch.zeros(batch, like.shape[-1], dtype=like.dtype, device=like.device)
         self._where = torch.zeros(2, batch, dtype=torch.long, device=like.device)
         """Slots and positions."""
@@ -457,13 +407,7 @@ class StageStaticStep:
 
     def _step(self) -> Tensor:
         slots, positions = self._where
-        cosines, sines = self._rotations
-        rotation = cosines[0, positions][:, None], sines[0, positions][:, None]
-        cache, output = self._stage.cache, self._hidden
-        masks = {window: position_mask(positions, self._room, window, output.dtype) for window in set(cache.windows)}
-        for (weights, settings), window, stores in zip(self._layers, cache.windows, cache.stores, strict=True):
-            assert stores is not None
-            output = layer_step(
-                output, weights, settings, stores, slots, positions, rotation, masks[window], gathered=True
-            )
+        output = self._runner.run(
+            self._layers, self._stage.cache, self._hidden, slots, positions, self._rotations, {}, gathered=True
+        )
         return self._stage.handed_on(self._hidden, output, *self._way_on)
