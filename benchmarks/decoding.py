@@ -195,8 +195,8 @@ def with_static_shapes(staged: StagedModel, asked: argparse.Namespace) -> None:
     ways: dict[str, dict[str, Any]] = {"static shapes": {}}
     if card:  # where its kernels cannot run, the first is as the last, after a warning
         ways = {
-            "static shapes, Triton": {},
-            "static shapes, Triton, early": {"early": True},
+            "static shapes, Triton": {"kernels": True},
+            "static shapes, Triton, early": {"kernels": True, "early": True},
             "static shapes, compiled": {"compiled": True},
             "static shapes, not compiled": {"kernels": False},
         }

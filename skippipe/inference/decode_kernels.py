@@ -45,6 +45,7 @@ LINE = 64  # values of 2 bytes that a line of the cache holds
 FETCHED_LINES = 256  # that a program fetches before the kernel before it has ended
 SCRATCH = 2**22  # numbers
 ARRIVALS = 2**13
+USED = False  # unless a caller asks for them: they have not run on a card yet
 EARLY = False  # start a kernel before the one before it has ended
 SUPPORTED = torch.bfloat16, torch.float16
 

@@ -9,8 +9,8 @@ Rows are slots 0, 1, 2 and so on, of unequal lengths, filled up to a power of tw
 something that nobody looks at. While the caller looks at the tokens of a step, the next step runs already, with tokens
 that never left the device; if the batch changes meanwhile, it is repeated, which overwrites all it has written.
 
-Decoder layers of this step are those of `fused_layer`; small batches of 16-bit numbers on a GPU with Triton go through
-the kernels of `decode_kernels` instead.
+Decoder layers of this step are those of `fused_layer`; small batches of 16-bit numbers on a GPU with Triton can go
+through the kernels of `decode_kernels` instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from skippipe.inference.cached_stage import BatchRows, CachedStage, CacheFull, StageCache, StageChain, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.decode_kernels import EARLY, MOST_ROWS, DecodeKernels, agree, kernels_for, warn_unused
+from skippipe.inference.decode_kernels import EARLY, MOST_ROWS, USED, DecodeKernels, agree, kernels_for, warn_unused
 from skippipe.inference.engine import TokenByToken, rows_after
 from skippipe.inference.fused_layer import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
@@ -213,7 +213,7 @@ class StaticDecoding:
 
     @classmethod
     def of(
-        cls, staged: StagedModel, chain: StageChain, *, compiled: bool, kernels: bool = True, early: bool = EARLY
+        cls, staged: StagedModel, chain: StageChain, *, compiled: bool, kernels: bool = USED, early: bool = EARLY
     ) -> StaticDecoding | None:
         """None if a layer is of another kind."""
         layers = [each for each in map(fused_layers, chain.stages) if each is not None]
@@ -262,7 +262,7 @@ class StaticDecoder(TokenByToken):
         max_tokens: int,
         *,
         compiled: bool = False,
-        kernels: bool = True,
+        kernels: bool = USED,
         early: bool = EARLY,
     ) -> None:
         """`compiled` by torch.compile; else `kernels` of Triton where they can run, each started `early`, before the
@@ -345,7 +345,7 @@ class StaticStage(CachedStage):
         super().__init__(model, max_tokens)
         self._layers = fused_layers(self)
         device = next(model.parameters()).device
-        self._runner = LayerRunner(kernels_for(device, self._layers or ()))
+        self._runner = LayerRunner(kernels_for(device, self._layers or ()) if USED else None)
         self._steps: dict[Hashable, StageStaticStep] = {}
         self._shape = 0, 0
 
