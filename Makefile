@@ -11,7 +11,7 @@ WORKERS ?= 3
 # Modules are compiled when they are first imported, and kept: most that are installed never are.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint types docs kernels codec-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data chaos bench \
+.PHONY: demo test lint types docs kernels codec-kernels bytecode unit test-slow test-all test-package test-docs test-reach test-ray test-harness test-peft test-browser test-trackers test-data test-triton chaos bench \
 	bench-train bench-serve gpu-bundle clean
 
 demo: $(READY)
@@ -95,6 +95,11 @@ test-trackers: $(READY)  # W&B and MLflow themselves, without a network
 test-data: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,parquet,datasets]'
 	$(BIN)/pytest tests/long/data_libraries.py
+
+test-triton: $(READY)  # kernels for a GPU: computed by Triton's interpreter, and compiled; no GPU is needed
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt triton
+	TRITON_INTERPRET=1 $(BIN)/pytest tests/long/triton_kernels.py
+	$(BIN)/pytest tests/long/triton_compilation.py
 
 chaos: $(READY)
 	$(BIN)/python -m benchmarks.fuzz

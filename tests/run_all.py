@@ -44,6 +44,7 @@ SUITES = (
     Suite("test-harness", "scores beside lm-evaluation-harness's own"),
     Suite("test-data", "Parquet, .zst and datasets, with their libraries"),
     Suite("test-peft", "training beside transformers and peft"),
+    Suite("test-triton", "kernels for a GPU, interpreted and compiled"),
     Suite("test-ray", "nodes as Ray actors", NAMESPACES, linux=True),
     Suite("test-reach", "home routers, closed ports, IPv4 and IPv6", NAMESPACES, linux=True),
     Suite("test-docs", "every command of README and tutorial", (*NAMESPACES, "curl"), linux=True),

@@ -35,6 +35,7 @@ from skippipe.inference.fused_layer import FusedLayer, Layer, LayerSettings
 
 MOST_ROWS = 16  # of a batch: a tile of tensor cores
 PROCESSORS = 132  # of an H100 or H200
+SHARED_BYTES = 227 * 1024  # that a program may have there, for what is under way
 FULL = 0.9  # share of the processors that have a program each when a grid is large enough
 READ_BYTES_PER_S = 4.25e12  # of an H200's memory
 ADD_S = 0.7e-9  # of each input, in one program of four warps, with what a step of its loop takes beside

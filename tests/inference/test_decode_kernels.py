@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +14,7 @@ from skippipe.inference.decode_kernels import (
     ARRIVALS,
     PROCESSORS,
     SCRATCH,
+    SHARED_BYTES,
     TUNED,
     Tiles,
     agree,
@@ -33,9 +29,6 @@ from skippipe.inference.fused_layer import fused_layers, layer_step, position_ma
 from skippipe.inference.static_decoding import LayerRunner, StaticDecoder
 from skippipe.model_shape import MODELS
 from tests.helpers.staged_models import WHOLE, prompts, staged
-
-BESIDE_S = 600.0  # in which the interpreter has run all of its tests
-SHARED_BYTES = 227 * 1024  # that a program may have on an H200
 
 
 def products() -> list[tuple[int, int, bool]]:
@@ -153,74 +146,3 @@ def test_a_step_whose_kernels_fail_is_as_without_them(kernels: Any, message: str
             assert runner._kernels is None, "and not tried again"
         found.append(step.logits)
     assert torch.equal(*found)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
-def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: the interpreter is for all of a process, or for none."""
-    file = Path(__file__).with_name("test_triton_kernels.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-    done = subprocess.run(
-        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=BESIDE_S
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout or "100%" in done.stdout
-    assert "skipped" not in done.stdout
-
-
-POINTERS = {"scratch": "*fp32", "arrivals": "*i32", "slots": "*i64", "positions": "*i64"}
-NUMBERS = {"rows": "i32", "room": "i32", "epsilon": "fp32", "scaling": "fp32"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs the package triton")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("model", ["llama-500m", "llama-1.5b"])
-def test_kernels_compile_for_an_h200(model: str, early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To machine code, for which no GPU is needed, within the shared memory of a program."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from skippipe.inference import triton_kernels
-
-    def check(kernel: Any, constants: dict[str, Any], warps: int) -> None:
-        kinds, found, aligned = {}, {}, {}
-        for place, each in enumerate(kernel.params):
-            if each.is_constexpr:
-                kinds[each.name], found[place,] = "constexpr", constants[each.name]
-            else:
-                kinds[each.name] = NUMBERS.get(each.name) or POINTERS.get(each.name, "*bf16")
-                if each.name not in NUMBERS:
-                    aligned[place,] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, kinds, found, aligned)
-        made = triton.compile(
-            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "launch_pdl": early}
-        )
-        assert made.metadata.shared <= SHARED_BYTES
-        ptx = made.asm["ptx"]
-        assert "cp.async" in ptx, "weights and caches are loaded ahead"
-        assert "mma.sync" in ptx
-        assert ("griddepcontrol.wait" in ptx) == early
-
-    shape = MODELS[model]
-    joined = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    forms = {
-        (joined, shape.hidden): {"NORM": True, "GATED": False, "BIAS": True, "RESIDUAL": False},
-        (shape.intermediate, shape.hidden): {"NORM": True, "GATED": True, "BIAS": False, "RESIDUAL": False},
-        (shape.hidden, shape.intermediate): {"NORM": False, "GATED": False, "BIAS": False, "RESIDUAL": True},
-    }
-    for (outputs, inputs), form in forms.items():
-        gated = form["GATED"]
-        tiles = tiles_for(outputs, inputs, gated)
-        sizes = {"OUTPUTS": outputs, "INPUTS": inputs, "COLUMNS": tiles.columns, "INNER": tiles.inner}
-        loop = {"SLICES": tiles.warps, "SPLITS": tiles.splits, "STEPS": tiles.steps(inputs), "STAGES": tiles.stages}
-        ahead = {"SQUARES": triton.language.bfloat16, "FETCHED": fetched_lines(tiles, inputs, gated), "EARLY": early}
-        check(triton_kernels.product, form | sizes | loop | ahead, tiles.warps)
-    heads = {"HEADS": shape.heads, "KV_HEADS": shape.kv_heads, "DIM": shape.head_dim, "WIDTH": shape.head_dim}
-    for splits, window, norm in ((1, 0, False), (4, 100, True)):
-        ways = {"WINDOW": window, "HEAD_NORM": norm, "SPLITS": splits, "BLOCK": 64, "STAGES": 3}
-        check(triton_kernels.attention, heads | ways | {"FETCHED": 256, "EARLY": early}, 4)

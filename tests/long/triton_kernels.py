@@ -1,13 +1,11 @@
-"""Kernels of decoding against plain torch, in Triton's interpreter on a CPU.
+"""Kernels of decoding against plain torch, in Triton's interpreter on a CPU, which TRITON_INTERPRET=1 asks for.
 
-They are skipped where Triton is missing, or was started without its interpreter; `test_decode_kernels` starts this file
-in a process of its own.
+make test-triton
 """
 
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,10 +19,7 @@ from skippipe.inference.fused_layer import FusedLayer, LayerSettings, layer_step
 from skippipe.inference.static_decoding import LayerRunner, StaticDecoder
 from tests.helpers.staged_models import WHOLE, prompts, staged
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1",
-    reason="needs the package triton, and TRITON_INTERPRET=1",
-)
+assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is for all of a process, or for none"
 CPU = torch.device("cpu")
 ROUNDING = {torch.float16: 4e-3, torch.float32: 1e-4}  # the interpreter's products take bf16 for whole numbers
 
