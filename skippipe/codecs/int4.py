@@ -5,8 +5,8 @@ tile: the scale is a / (15 · 128), rounded up to bf16.
 
 int4-stochastic: the same bytes, but a coefficient goes to one of the two levels beside it by chance, so that it is
 right in the mean: for gradients of activations, whose errors add up over many tokens. The chance is a hash of the place
-in the tile, the number of the tile and the bits of the scale: the same tensor gives the same bytes wherever it is
-encoded, and one whose last digits differ, as sums in another order do, mostly gives them, too.
+in the tile, the number of the tile and the bits of the scale: the same tensor gives the same bytes on every
+CPU, and one whose last digits differ, as sums in another order do, mostly gives them, too.
 
 int4-tile32 and int4-tile32-stochastic: the same with tiles of 32. An outlier hurts fewer values and the largest
 magnitude among fewer is smaller, for half a bit a value in place of an eighth for scales.

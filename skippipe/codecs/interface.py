@@ -128,7 +128,8 @@ class BlockCodec(Codec):
 
     `encode_blocks` and `decode_blocks` are functions of tensors alone, without a branch on what is in them and without
     writing to what they are given: torch.compile makes one or two kernels of each, which run on a GPU where that was
-    asked for (`compile_on_device`). Their divisions and casts round as those of a CPU do, so bytes are the same.
+    asked for (`compile_on_device`). Their divisions and casts round as those of a CPU do; sums of fp32 may be taken in
+    another order there.
     """
 
     block: ClassVar[int]
