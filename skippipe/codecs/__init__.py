@@ -38,6 +38,7 @@ __all__ = [
     "EncodedTensor",
     "GradientsId",
     "LowRank",
+    "after_hop",
     "compared_bytes",
     "compile_on_device",
     "decode",
@@ -121,6 +122,15 @@ def decode(encoded: EncodedTensor, device: str | torch.device = "cpu") -> torch.
     raw.numpy().data[:] = encoded.data  # torch.frombuffer would share the buffer, and warn where it is read-only
     raw = raw.to(device, non_blocking=True)
     return CODECS[encoded.dtype].decode_tensor(raw, encoded.shape).to(torch.float32)
+
+
+def after_hop(tensor: torch.Tensor, codec: str) -> torch.Tensor:
+    """What arrives of a tensor, of its type, in a process that has all stages. Codecs compute in fp32 as on nodes, also
+    where layers compute in bf16."""
+    import torch
+
+    with torch.autocast(tensor.device.type, enabled=False):
+        return CODECS[codec].rounded(tensor).to(tensor.dtype)
 
 
 def gradient_codec(codec: str) -> str:

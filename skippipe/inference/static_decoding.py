@@ -52,6 +52,12 @@ def recorded(run: Callable[[], Tensor], device: torch.device) -> tuple[torch.cud
     return graph, made
 
 
+def _rotation_at(rotations: tuple[Tensor, Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of these positions, for all heads."""
+    cosines, sines = rotations
+    return cosines[0, positions][:, None], sines[0, positions][:, None]
+
+
 class LayerRunner:
     """Runs the layers of a stage for one token of each row: by Triton kernels where there are some and the batch is
     small, else by `layer_step`, which may be compiled."""
@@ -83,8 +89,7 @@ class LayerRunner:
                 return self._by_kernels(self._kernels, layers, cache, hidden, slots, positions, rotations)
             except Exception as error:  # of whatever kind a compiler has
                 self._without_kernels(error)
-        cosines, sines = rotations
-        rotation = cosines[0, positions][:, None], sines[0, positions][:, None]
+        rotation = _rotation_at(rotations, positions)
         for (weights, settings), window, stores in zip(layers, cache.windows, cache.stores, strict=True):
             assert stores is not None, "a step before a prompt"
             if window not in masks:
@@ -109,7 +114,7 @@ class LayerRunner:
             output = kernels.layer(hidden, weights, settings, stores, slots, positions, rotations, window)
             if "layer" in self._unchecked:  # when warming up: a graph could not wait for the answer
                 self._unchecked.remove("layer")
-                rotation = rotations[0][0, positions][:, None], rotations[1][0, positions][:, None]
+                rotation = _rotation_at(rotations, positions)
                 mask = position_mask(positions, cache.shape[1], window, hidden.dtype)
                 expected = layer_step(
                     hidden, weights, settings, stores, slots, positions, rotation, mask, gathered=True

@@ -34,7 +34,6 @@ from skippipe.inference.eval.perplexity import DEFAULT_CONTEXT, Windows, beginni
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import check_device
-from skippipe.optim import DEFAULT
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits, draw_subsets
@@ -73,7 +72,6 @@ class HealSettings:
     rate: float | None = None
     seed: int = 0
     device: str = "cpu"
-    optimizer: str = DEFAULT
 
 
 @dataclass(frozen=True)
@@ -294,7 +292,7 @@ def begin_healing(
     engine = Engine(
         spec,
         layers,
-        OptimConfig(settings.optimizer),
+        OptimConfig(),
         recipe,
         device=settings.device,
         low_precision=low_precision,

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from skippipe.codecs import CODECS, LowRank, gradient_codec
+from skippipe.codecs import CODECS, LowRank, after_hop, gradient_codec
 from skippipe.codecs.factors import orthonormal
 from skippipe.collectives.low_rank import Matrix, factored_matrices
 from skippipe.model.flat_params import FlatParams
@@ -38,13 +38,12 @@ class _Hop(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, wire: str, back: str) -> Tensor:
         ctx.back = back
-        with torch.autocast(hidden.device.type, enabled=False):  # as on nodes: codecs compute in fp32
-            return CODECS[wire].rounded(hidden).to(hidden.dtype)
+        return after_hop(hidden, wire)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        return CODECS[ctx.back].rounded(gradient).to(gradient.dtype), None, None
+        return after_hop(gradient, ctx.back), None, None
 
 
 class Subspace:

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from skippipe.inference.cached_stage import BatchRows, embed, logits
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.engine import Decoder, GenerationEngine
 from skippipe.inference.request import GenerationRequest, SamplingParams
+from skippipe.inference.static_decoding import StaticDecoder, StaticStep
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.stage_subset import StageSubset
@@ -56,6 +59,23 @@ def prompts(count: int = 5, seed: int = 0) -> list[tuple[int, ...]]:
 def asked(sampling: SamplingParams = GREEDY, count: int = 5, seed: int = 0) -> list[GenerationRequest]:
     """Of all lengths."""
     return [GenerationRequest(each, 2 + 3 * index, sampling) for index, each in enumerate(prompts(count, seed))]
+
+
+def step_after(decoder: StaticDecoder, model: StagedModel, texts: Sequence[Sequence[int]]) -> StaticStep:
+    """The decoder's step of four rows, with the tokens 5, 6 and 7 after three texts that are in its caches."""
+    assert decoder._static is not None
+    chain, counts = decoder._whole, tuple(map(len, texts))
+    chain.reserve(4, 32)
+    chain.forward(embed(model.stages[0], texts), BatchRows((0, 1, 2), (0, 0, 0), counts))
+    step = decoder._static.step(4)
+    step.load([5, 6, 7], counts)
+    return step
+
+
+def plain_logits(decoder: StaticDecoder, model: StagedModel, texts: Sequence[Sequence[int]]) -> Tensor:
+    """Those of the tokens of `step_after`, without static shapes."""
+    rows = BatchRows((0, 1, 2), tuple(map(len, texts)), (1, 1, 1))
+    return logits(model.stages[0], decoder._whole.forward(embed(model.stages[0], [[5], [6], [7]]), rows))[:, 0]
 
 
 def output_tokens(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from skippipe.inference import decode_kernels
-from skippipe.inference.cached_stage import BatchRows, embed
 from skippipe.inference.decode_kernels import (
     ARRIVALS,
     PROCESSORS,
@@ -28,7 +27,7 @@ from skippipe.inference.decode_kernels import (
 from skippipe.inference.fused_layer import fused_layers, layer_step, position_mask
 from skippipe.inference.static_decoding import LayerRunner, StaticDecoder
 from skippipe.model_shape import MODELS
-from tests.helpers.staged_models import WHOLE, prompts, staged
+from tests.helpers.staged_models import WHOLE, prompts, staged, step_after
 
 
 def products() -> list[tuple[int, int, bool]]:
@@ -133,11 +132,7 @@ def test_a_step_whose_kernels_fail_is_as_without_them(kernels: Any, message: str
         decoder = StaticDecoder(model, WHOLE, 2000)
         assert decoder._static is not None
         decoder._static._runner = runner = LayerRunner(each)
-        chain, counts = decoder._whole, tuple(map(len, texts))
-        chain.reserve(4, 32)
-        chain.forward(embed(model.stages[0], texts), BatchRows((0, 1, 2), (0, 0, 0), counts))
-        step = decoder._static.step(4)
-        step.load([5, 6, 7], counts)
+        step = step_after(decoder, model, texts)
         if each is None:
             step.launch()
         else:

@@ -10,14 +10,24 @@ import pytest
 import torch
 
 from skippipe.inference import cached_stage, static_decoding
-from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logits
+from skippipe.inference.cached_stage import BatchRows, CachedStage
 from skippipe.inference.engine import TokenByToken
 from skippipe.inference.request import SamplingParams
 from skippipe.inference.static_decoding import StaticDecoder, StaticStage, StaticStep
 from skippipe.stage_subset import Hop, StageSubset
 from tests.helpers.models import FAMILIES
 from tests.helpers.quick import others_slow
-from tests.helpers.staged_models import GREEDY, WHOLE, asked, output_tokens, prompts, staged, staged_once
+from tests.helpers.staged_models import (
+    GREEDY,
+    WHOLE,
+    asked,
+    output_tokens,
+    plain_logits,
+    prompts,
+    staged,
+    staged_once,
+    step_after,
+)
 
 torch.set_num_threads(1)
 PART = StageSubset((0, 2), 3, 1.5)
@@ -52,17 +62,9 @@ def test_logits_are_those_of_the_plain_step(family: str) -> None:
     model = staged(family)
     texts = prompts(3)
     decoder = StaticDecoder(model, WHOLE, 2000)
-    assert decoder._static is not None
-    chain, counts = decoder._whole, tuple(map(len, texts))
-    chain.reserve(4, 32)
-    chain.forward(embed(model.stages[0], texts), BatchRows((0, 1, 2), (0, 0, 0), counts))
-    step = decoder._static.step(4)
-    step.load([5, 6, 7], counts)
+    step = step_after(decoder, model, texts)
     step.launch()
-    found = step.logits[:3]
-    rows = BatchRows((0, 1, 2), counts, (1, 1, 1))
-    plain = logits(model.stages[0], chain.forward(embed(model.stages[0], [[5], [6], [7]]), rows))[:, 0]
-    assert torch.allclose(found, plain, atol=1e-4)
+    assert torch.allclose(step.logits[:3], plain_logits(decoder, model, texts), atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skippipe.inference.cached_stage import BatchRows, embed, logits
 from skippipe.inference.decode_kernels import AttentionTiles, DecodeKernels, Tiles
 from skippipe.inference.fused_layer import FusedLayer, LayerSettings, layer_step, position_mask
 from skippipe.inference.static_decoding import LayerRunner, StaticDecoder
-from tests.helpers.staged_models import WHOLE, prompts, staged
+from tests.helpers.staged_models import WHOLE, plain_logits, prompts, staged, step_after
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is for all of a process, or for none"
 CPU = torch.device("cpu")
@@ -142,14 +141,7 @@ def test_logits_are_those_of_the_plain_step(family: str) -> None:
     decoder = StaticDecoder(model, WHOLE, 2000)
     assert decoder._static is not None
     decoder._static._runner = runner = LayerRunner(DecodeKernels(CPU))
-    chain, counts = decoder._whole, tuple(map(len, texts))
-    chain.reserve(4, 32)
-    chain.forward(embed(model.stages[0], texts), BatchRows((0, 1, 2), (0, 0, 0), counts))
-    step = decoder._static.step(4)
-    step.load([5, 6, 7], counts)
+    step = step_after(decoder, model, texts)
     step.launch()
-    found = step.logits[:3]
-    rows = BatchRows((0, 1, 2), counts, (1, 1, 1))
-    plain = logits(model.stages[0], chain.forward(embed(model.stages[0], [[5], [6], [7]]), rows))[:, 0]
-    assert torch.allclose(found, plain, atol=1e-4)
+    assert torch.allclose(step.logits[:3], plain_logits(decoder, model, texts), atol=1e-4)
     assert not runner._unchecked

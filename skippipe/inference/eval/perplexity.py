@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from skippipe.codecs import CODECS
+from skippipe.codecs import after_hop
 from skippipe.data.documents import BUILT_IN
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import HEADER, Ids, TokenFile
@@ -223,7 +223,7 @@ class BatchLosses:
 
     def _sent(self, hidden: Tensor) -> Tensor:
         """What arrives after a hop."""
-        return CODECS[self.wire].rounded(hidden).to(hidden.dtype) if self.wire else hidden
+        return after_hop(hidden, self.wire) if self.wire else hidden
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Cross entropy, summed over all tokens."""
