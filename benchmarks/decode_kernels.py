@@ -3,9 +3,10 @@
     python -m benchmarks.decoding --only kernels --model llama-1.5b [--seconds 45]
 
 Each kernel runs over copies of its matrix that the caches cannot hold, one after another in one CUDA graph, so its time
-is that between two kernels of a step. Results are compared with torch's. Then all layers, with the best tiles found;
-'early': kernels start before the one before them has ended. The last lines are for `TUNED` and `ATTENTION` in
-`decode_kernels.py`.
+is that between two kernels of a step. Results are compared with torch's. 'Prepared': the kernel before has done the
+norm's work, as it does where kernels are `ahead`; a layer's tiles are chosen for that. Then all layers, with the
+best tiles found; 'early' and 'late': kernels start before the one before them has ended, as EARLY = 1 and 2 do. The
+last lines are for `TUNED` and `ATTENTION` in `decode_kernels.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import ceil
 from typing import Any, NamedTuple
 
 import torch
@@ -21,14 +23,15 @@ from torch.nn import functional
 
 from skippipe.inference import decode_kernels
 from skippipe.inference.decode_kernels import (
-    PROCESSORS,
+    MOST_ROWS,
+    SHARED_BYTES,
     TUNED,
     AttentionTiles,
     DecodeKernels,
+    Prepared,
     Tiles,
     agree,
-    default_tiles,
-    with_stages,
+    tiles_for,
 )
 from skippipe.inference.fused_layer import FusedLayer, LayerSettings, layer_step, position_mask
 from skippipe.model_shape import ModelShape
@@ -36,7 +39,38 @@ from skippipe.model_shape import ModelShape
 ROWS, ROOM, POSITION = 8, 256, 160
 COLD_BYTES = 200 * 2**20  # that copies of a matrix have together: four times an H200's L2 cache
 REPLAYS = 5
-ATTENTION_TILES = [AttentionTiles(*each) for each in ((64, 3), (64, 2), (32, 3), (32, 4), (128, 2), (64, 3, 8))]
+MOST_CANDIDATES = 12  # of a product
+NEAR: dict[str, list[tuple[int, int, int, int, int]]] = {
+    # as many programs fit a processor at once as make one round, where stages are few enough
+    "qkv": [
+        (32, 256, 1, 5, 4), (16, 256, 1, 5, 4), (16, 256, 1, 4, 4), (32, 256, 1, 4, 4), (64, 256, 1, 4, 4),
+        (64, 256, 1, 3, 4), (32, 256, 1, 5, 2), (32, 512, 1, 3, 4), (32, 128, 1, 8, 4), (16, 512, 1, 3, 4),
+        (64, 128, 1, 6, 4), (32, 256, 1, 5, 8),
+    ],
+    "out": [
+        (16, 256, 1, 8, 4), (16, 256, 1, 9, 4), (16, 512, 1, 5, 4), (16, 256, 1, 5, 4), (16, 256, 1, 8, 2),
+        (16, 128, 1, 12, 4), (16, 512, 1, 4, 4), (16, 256, 1, 8, 8),
+    ],
+    "gate_up": [
+        (32, 256, 1, 3, 4), (16, 256, 1, 3, 4), (16, 256, 1, 4, 4), (32, 256, 1, 4, 4), (32, 128, 1, 5, 4),
+        (32, 256, 1, 5, 4), (32, 128, 1, 4, 4), (64, 128, 1, 4, 4), (32, 256, 1, 3, 2), (16, 512, 1, 3, 4),
+        (64, 128, 1, 3, 4), (64, 256, 1, 3, 4),
+    ],
+    "down": [
+        (16, 256, 1, 8, 4), (16, 256, 1, 12, 4), (16, 512, 1, 5, 4), (16, 512, 1, 7, 4), (16, 256, 1, 10, 4),
+        (16, 256, 1, 6, 4), (16, 256, 1, 8, 2), (16, 256, 1, 8, 8), (16, 128, 1, 16, 4), (16, 512, 1, 7, 8),
+    ],
+    "head": [
+        (64, 256, 1, 3, 4), (32, 256, 1, 4, 4), (32, 256, 1, 5, 4), (64, 256, 1, 4, 4), (64, 128, 1, 4, 4),
+        (32, 256, 1, 3, 4), (128, 128, 1, 3, 4), (64, 256, 1, 3, 8), (32, 512, 1, 3, 4),
+    ],
+}  # fmt: skip
+ATTENTION_TILES = [
+    AttentionTiles(64, 3, 8), AttentionTiles(64, 4, 4), AttentionTiles(64, 4, 8), AttentionTiles(64, 3, 4, 2),
+    AttentionTiles(32, 6, 4), AttentionTiles(32, 4, 4, 2), AttentionTiles(64, 4, 8, fetched=False),
+    AttentionTiles(128, 3, 8), AttentionTiles(64, 2, 8, 2), AttentionTiles(32, 6, 2), AttentionTiles(32, 4, 4, 4),
+    AttentionTiles(64, 3, 4),
+]  # fmt: skip
 
 
 class Product(NamedTuple):
@@ -63,29 +97,14 @@ def products(shape: ModelShape) -> list[Product]:
     return [Product(name, *each) for name, each in zip(PRODUCTS, sizes, strict=True)]
 
 
-def candidates(outputs: int, inputs: int, gated: bool) -> list[Tiles]:
-    """The rule's first, then tiles around it whose grids fill most processors and are not far too large."""
-    found = [default_tiles(outputs, inputs, gated)]
-    for columns, inner, splits, warps in (
-        (32, 256, 1, 4),
-        (16, 256, 1, 4),
-        (32, 256, 2, 4),
-        (64, 256, 1, 4),
-        (16, 512, 1, 8),
-        (32, 512, 1, 8),
-        (64, 256, 2, 4),
-        (32, 256, 4, 4),
-        (16, 256, 2, 4),
-        (64, 128, 1, 4),
-        (128, 128, 1, 8),
-        (64, 256, 4, 8),
-    ):
-        each = with_stages(Tiles(columns, inner, splits, 0, warps), inputs, gated)
-        small = columns * (2 if gated else 1) * inner <= 2**14  # or registers do not suffice
-        few = each.programs(outputs) <= 6 * PROCESSORS or (columns >= 64 and splits == 1)
-        if small and few and each.programs(outputs) >= 0.4 * PROCESSORS and inner * splits <= inputs:
+def candidates(name: str, outputs: int, inputs: int, gated: bool) -> list[Tiles]:
+    """Those in use first, then others near them, the most promising first, that fit a program's shared memory."""
+    found = [tiles_for(outputs, inputs, gated)]
+    for each in (Tiles(*sizes) for sizes in NEAR[name]):
+        loaded = (each.stages - 1) * 2 * each.inner * (each.columns * (2 if gated else 1) + 16)
+        if loaded < SHARED_BYTES and each.inner <= inputs and each.stages <= 1 + ceil(inputs / each.inner):
             found.append(each)
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found))[:MOST_CANDIDATES]
 
 
 class Bench:
@@ -93,8 +112,7 @@ class Bench:
         """`rate`: bytes a second of the memory."""
         self.device, self.dtype, self.rate = torch.device(device), dtype, rate
         self._share_s, self._until = seconds / (len(PRODUCTS) + 1), time.monotonic()
-        self.kernels = DecodeKernels(self.device)
-        self.early = DecodeKernels(self.device, early=True) if self.device.type == "cuda" else None
+        self.kernels = DecodeKernels(self.device, ahead=False)
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_(0, scale)
@@ -150,20 +168,46 @@ class Bench:
             "cuBLAS, the product alone", self.seconds([partial(functional.linear, x, w) for w in weights]), read_s
         )
         found: dict[Tiles, float] = {}
-        for tiles in candidates(outputs, inputs, gated):
+        usual = self.try_product(tiles_for(outputs, inputs, gated), x, weights, options, expected, read_s)
+        options |= {"prepared": self.prepared(x, gain)} if norm else {}
+        for tiles in candidates(name, outputs, inputs, gated):
             if found and not self.left():
                 print("  others: no time left")
                 break
-            try:
-                right = agree(self.kernels.product(x, weights[0], **options, tiles=tiles), expected)
-                taken_s = self.seconds([partial(self.kernels.product, x, w, **options, tiles=tiles) for w in weights])
-            except Exception as error:  # one that does not fit does not hide the others
-                print(f"  {tiles}: {type(error).__name__}: {str(error)[:200]}", flush=True)
-                continue
-            self.line(f"{tiles}{'' if right else ': WRONG'}", taken_s, read_s)
-            if right:
+            if residual:
+                options |= {"following": before[0], "prepare": self.kernels.room_for(x, weights[0], tiles)}
+            taken_s = self.try_product(tiles, x, weights, options, expected, read_s)
+            if taken_s is not None:
                 found[tiles] = taken_s
-        return min(found, key=found.__getitem__) if found else None
+        if not found:
+            return None
+        best = min(found, key=found.__getitem__)
+        if name == "head" and usual is not None and tiles_for(outputs, inputs, gated) != best:
+            del options["prepared"]  # a step has none for it
+            alone = self.try_product(best, x, weights, options, expected, read_s)
+            return best if alone is not None and alone < usual else tiles_for(outputs, inputs, gated)
+        return best
+
+    def prepared(self, x: Tensor, gain: Tensor) -> Prepared:
+        """As a product with 16 columns a program leaves it."""
+        parts = x.float().square().view(len(x), -1, 16).sum(-1).T
+        sums = torch.zeros(len(parts), MOST_ROWS, device=self.device)
+        sums[:, : len(x)] = parts
+        return Prepared((x.float() * gain.float()).to(x.dtype), sums)
+
+    def try_product(
+        self, tiles: Tiles, x: Tensor, weights: list[Tensor], options: dict[str, Any], expected: Tensor, read_s: float
+    ) -> float | None:
+        """Seconds; None if it does not run, or is not right."""
+        name = f"{tiles}{', prepared' if options.get('prepared') else ', prepares' if options.get('prepare') else ''}"
+        try:
+            right = agree(self.kernels.product(x, weights[0], **options, tiles=tiles), expected)
+            taken_s = self.seconds([partial(self.kernels.product, x, w, **options, tiles=tiles) for w in weights])
+        except Exception as error:  # one that does not fit does not hide the others
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            return None
+        self.line(f"{name}{'' if right else ': WRONG'}", taken_s, read_s)
+        return taken_s if right else None
 
     @staticmethod
     def _expected(x: Tensor, weight: Tensor, options: dict[str, Any]) -> Tensor:
@@ -235,19 +279,24 @@ class Bench:
             return output
 
         def ours(kernels: DecodeKernels) -> Tensor:
-            output = hidden
-            for weights, stores in layers:
-                output = kernels.layer(output, weights, settings, stores, slots, positions, rotations, None)
+            output, prepared = hidden, None
+            following = [*(weights.norm for weights, _ in layers[1:]), None]
+            for (weights, stores), gain in zip(layers, following, strict=True):
+                output, prepared = kernels.chained(
+                    output, weights, settings, stores, slots, positions, rotations, None,
+                    prepared=prepared, following=gain,
+                )  # fmt: skip
             return output
 
         read_s = sum(each.nbytes for weights, _ in layers for each in weights if each is not None) / self.rate
         print(f"{shape.layers} layers: {1e6 * read_s:.0f} us to read their weights", flush=True)
+        forms: dict[str, dict[str, Any]] = {"ahead": {"ahead": True}, "not ahead": {"ahead": False}}
+        if self.device.type == "cuda":  # last: the least tried
+            forms |= {"ahead, late": {"ahead": True, "early": 2}, "ahead, early": {"ahead": True, "early": 1}}
         ways: dict[str, Callable[[], Tensor]] = {
-            "best tiles": partial(ours, self.kernels),
-            "torch, not compiled": plain,
+            f"best tiles, {name}": partial(ours, DecodeKernels(self.device, **form)) for name, form in forms.items()
         }
-        if self.early is not None:
-            ways["best tiles, early"] = partial(ours, self.early)  # last: the least tried
+        ways["torch, not compiled"] = plain
         for name, way in ways.items():
             try:
                 right = agree(way(), plain(), hidden)

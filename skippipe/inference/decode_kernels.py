@@ -47,7 +47,8 @@ FETCHED_LINES = 256  # that a program fetches before the kernel before it has en
 SCRATCH = 2**22  # numbers
 ARRIVALS = 2**13
 USED = False  # unless a caller asks for them: they have not run on a card yet
-EARLY = False  # start a kernel before the one before it has ended
+EARLY = 0  # 1: start a kernel before the one before it has ended; 2: when that has read what it needs
+AHEAD = False  # a product with a residual does the work of the norm that follows it
 SUPPORTED = torch.bfloat16, torch.float16
 
 
@@ -74,7 +75,18 @@ class Tiles(NamedTuple):
 
 Product = tuple[int, int, bool]
 """Outputs, inputs, gated: then outputs are pairs."""
-TUNED: dict[Product, Tiles] = {}
+TUNED: dict[Product, Tiles] = {
+    (6144, 2048, False): Tiles(32, 256, 1, 5, 4),
+    (2048, 2048, False): Tiles(16, 256, 1, 8, 4),
+    (5632, 2048, True): Tiles(32, 256, 1, 3, 4),
+    (2048, 5632, False): Tiles(16, 256, 1, 8, 4),
+    (50257, 2048, False): Tiles(64, 256, 1, 3, 4),
+    (3072, 1024, False): Tiles(16, 256, 1, 5, 4),
+    (1024, 1024, False): Tiles(16, 256, 1, 5, 4),
+    (2816, 1024, True): Tiles(32, 256, 1, 3, 4),
+    (1024, 2816, False): Tiles(16, 256, 1, 8, 4),
+    (50257, 1024, False): Tiles(64, 256, 1, 3, 4),
+}
 """What `benchmarks.decoding --only kernels` found best on an H200; the rule is for all others."""
 
 
@@ -83,9 +95,22 @@ class AttentionTiles(NamedTuple):
     """Tokens of one step of the loop."""
     stages: int
     warps: int = 4
+    splits: int = 1
+    """Programs that share the tokens of one head, at least."""
+    fetched: bool = True
+    """Have the cache brought to L2 while queries and key are made."""
 
 
-ATTENTION = AttentionTiles(64, 3)
+ATTENTION = AttentionTiles(64, 3, 8)
+
+
+class Prepared(NamedTuple):
+    """What the kernel before has done of a product's norm."""
+
+    scaled: Tensor
+    """The product's input times the norm's gain."""
+    sums: Tensor
+    """[blocks, 16]: of squares of the input, of each row in each block of columns; fp32."""
 
 
 def tiles_for(outputs: int, inputs: int, gated: bool = False) -> Tiles:
@@ -142,7 +167,9 @@ def _supported(weights: FusedLayer, settings: LayerSettings) -> bool:
     )
 
 
-def kernels_for(device: torch.device, layers: Iterable[Layer], *, early: bool = EARLY) -> DecodeKernels | None:
+def kernels_for(
+    device: torch.device, layers: Iterable[Layer], *, early: int = EARLY, ahead: bool = AHEAD
+) -> DecodeKernels | None:
     """None where they cannot run: no GPU with such tensor cores, no Triton, or layers of other types or sizes."""
     if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return None
@@ -150,13 +177,14 @@ def kernels_for(device: torch.device, layers: Iterable[Layer], *, early: bool = 
     major, _ = torch.cuda.get_device_capability(device)
     if major < 8 or not known or known[0][0].norm.dtype not in SUPPORTED or not supports(known):
         return None
-    return DecodeKernels(device, early=early and major >= 9)
+    return DecodeKernels(device, early=early if major >= 9 else 0, ahead=ahead)
 
 
 class DecodeKernels:
     """Launches the kernels; those of one object run one after another, as they share a scratch tensor."""
 
-    def __init__(self, device: torch.device, *, early: bool = False) -> None:
+    def __init__(self, device: torch.device, *, early: int = 0, ahead: bool = AHEAD) -> None:
+        """`early` and `ahead`: as EARLY and AHEAD."""
         from triton import language  # need not be there
 
         from skippipe.inference import triton_kernels
@@ -167,7 +195,8 @@ class DecodeKernels:
         self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         # the interpreter's products take bf16 for whole numbers
         self._squares = language.bfloat16 if device.type == "cuda" else language.float32
-        self._early = early
+        self._early = int(early)
+        self._ahead = ahead
         self._options = {"launch_pdl": True} if early else {}
 
     def layer(
@@ -182,15 +211,51 @@ class DecodeKernels:
         window: int | None,
     ) -> Tensor:
         """As `layer_step`, but with the rotations of all positions, [1, positions, head size]."""
+        return self.chained(hidden, weights, settings, stores, slots, positions, rotations, window)[0]
+
+    def chained(
+        self,
+        hidden: Tensor,
+        weights: FusedLayer,
+        settings: LayerSettings,
+        stores: tuple[Tensor, Tensor],
+        slots: Tensor,
+        positions: Tensor,
+        rotations: tuple[Tensor, Tensor],
+        window: int | None,
+        *,
+        prepared: Prepared | None = None,
+        following: Tensor | None = None,
+    ) -> tuple[Tensor, Prepared | None]:
+        """As `layer`, of several in a row: with what the layer before has `prepared`, and, if `ahead`, preparing for
+        the next one, whose first norm has the gain `following`."""
         epsilon = settings.epsilon
-        qkv = self.product(hidden, weights.qkv, gain=weights.norm, bias=weights.qkv_bias, epsilon=epsilon)
+        qkv = self.product(
+            hidden, weights.qkv, gain=weights.norm, bias=weights.qkv_bias, epsilon=epsilon, prepared=prepared
+        )
         norms = weights.query_norm, weights.key_norm
         attended = self.attend(qkv, settings, norms, stores, slots, positions, rotations, window)
-        hidden = self.product(attended, weights.out, bias=weights.out_bias, residual=hidden)
+        hidden, ready = self._with_residual(attended, weights.out, weights.out_bias, hidden, weights.second_norm)
         inner = self.product(
-            hidden, weights.gate_up, gain=weights.second_norm, bias=weights.gate_up_bias, gated=True, epsilon=epsilon
-        )
-        return self.product(inner, weights.down, bias=weights.down_bias, residual=hidden)
+            hidden, weights.gate_up, gain=weights.second_norm, bias=weights.gate_up_bias, gated=True, epsilon=epsilon,
+            prepared=ready,
+        )  # fmt: skip
+        return self._with_residual(inner, weights.down, weights.down_bias, hidden, following)
+
+    def _with_residual(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, following: Tensor | None
+    ) -> tuple[Tensor, Prepared | None]:
+        if not self._ahead or following is None:
+            return self.product(x, weight, bias=bias, residual=residual), None
+        ready = self.room_for(x, weight)
+        return self.product(x, weight, bias=bias, residual=residual, following=following, prepare=ready), ready
+
+    def room_for(self, x: Tensor, weight: Tensor, tiles: Tiles | None = None) -> Prepared:
+        """Of what a product of x prepares."""
+        tiles = tiles or tiles_for(*weight.shape)
+        blocks = ceil(len(weight) / tiles.columns)
+        sums = torch.empty(blocks, MOST_ROWS, dtype=torch.float32, device=x.device)
+        return Prepared(torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device), sums)
 
     def product(
         self,
@@ -204,21 +269,33 @@ class DecodeKernels:
         epsilon: float = 0.0,
         dtype: torch.dtype | None = None,
         tiles: Tiles | None = None,
+        prepared: Prepared | None = None,
+        following: Tensor | None = None,
+        prepare: Prepared | None = None,
     ) -> Tensor:
         """x [rows, inputs] by weight [outputs, inputs]; normalized before, if there is a gain. The result is rounded to
-        the type of x, and of `dtype`."""
+        the type of x, and of `dtype`. `prepared`: of x and this gain. `prepare`: filled for a norm with the gain
+        `following`."""
         rows, inputs = x.shape
+        x = x if prepared is None else prepared.scaled
+        given = 0 if prepared is None else len(prepared.sums)
+        assert prepared is None or (gain is not None and x.shape == (rows, inputs))
+        assert prepare is None or (following is not None and dtype is None)
         outputs = len(weight) // 2 if gated else len(weight)
         tiles = tiles or tiles_for(outputs, inputs, gated)
         assert rows <= MOST_ROWS and x.is_contiguous()
         assert weight.shape[1] == inputs and weight.is_contiguous()
         blocks = ceil(outputs / tiles.columns)
+        assert prepare is None or len(prepare.sums) == blocks
         if tiles.splits > 1:
             assert blocks <= ARRIVALS and blocks * tiles.splits * 16 * (2 * tiles.columns + 1) <= SCRATCH
         out = torch.empty(rows, outputs, dtype=dtype or x.dtype, device=x.device)
         self._product[blocks, tiles.splits](
             x, weight, x if gain is None else gain, x if bias is None else bias, x if residual is None else residual,
-            out, self._scratch, self._arrivals, rows, epsilon,
+            self._scratch if prepared is None else prepared.sums, out, out if prepare is None else prepare.scaled,
+            self._scratch if prepare is None else prepare.sums, x if following is None else following,
+            self._scratch, self._arrivals, rows, epsilon,
+            AHEAD=prepare is not None, GIVEN=given, GIVEN_SIZE=1 << max(given - 1, 0).bit_length(),
             OUTPUTS=outputs, INPUTS=inputs, NORM=gain is not None, GATED=gated, BIAS=bias is not None,
             RESIDUAL=residual is not None, COLUMNS=tiles.columns, INNER=tiles.inner, SLICES=tiles.warps,
             SQUARES=self._squares, SPLITS=tiles.splits, STEPS=tiles.steps(inputs), STAGES=tiles.stages,
@@ -243,7 +320,8 @@ class DecodeKernels:
         """Attention of the tokens of all rows, [rows, heads · head size]; their keys and values are stored."""
         tiles, rows, room = tiles or ATTENTION, len(qkv), stores[0].shape[2]
         heads, kv_heads, dim = settings.heads, settings.kv_heads, settings.head_dim
-        splits = splits or attention_splits(rows, kv_heads, room)
+        splits = splits or max(tiles.splits, attention_splits(rows, kv_heads, room))
+        fetched = fetched_tokens(room, splits, qkv.is_cuda) if tiles.fetched else 0
         given = qkv, *stores, *rotations
         assert all(each.is_contiguous() and each.dtype == qkv.dtype for each in given) and rotations[0].shape[-1] == dim
         width = 1 << (dim - 1).bit_length()
@@ -255,8 +333,8 @@ class DecodeKernels:
             qkv, qkv if query_norm is None else query_norm, qkv if key_norm is None else key_norm, *rotations, *stores,
             slots, positions, out, self._scratch, self._arrivals, room, settings.scaling, settings.epsilon,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, WINDOW=window or 0, HEAD_NORM=query_norm is not None,
-            BLOCK=tiles.block, SPLITS=splits, STAGES=tiles.stages, FETCHED=fetched_tokens(room, splits, qkv.is_cuda),
-            EARLY=self._early, num_warps=tiles.warps, **self._options,
+            BLOCK=tiles.block, SPLITS=splits, STAGES=tiles.stages, FETCHED=fetched, EARLY=self._early,
+            num_warps=tiles.warps, **self._options,
         )  # fmt: skip
         return out
 

@@ -23,7 +23,16 @@ from torch import Tensor, nn
 
 from skippipe.inference.cached_stage import BatchRows, CachedStage, CacheFull, StageCache, StageChain, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.decode_kernels import EARLY, MOST_ROWS, USED, DecodeKernels, agree, kernels_for, warn_unused
+from skippipe.inference.decode_kernels import (
+    AHEAD,
+    EARLY,
+    MOST_ROWS,
+    USED,
+    DecodeKernels,
+    agree,
+    kernels_for,
+    warn_unused,
+)
 from skippipe.inference.engine import TokenByToken, rows_after
 from skippipe.inference.fused_layer import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
@@ -109,9 +118,15 @@ class LayerRunner:
         positions: Tensor,
         rotations: tuple[Tensor, Tensor],
     ) -> Tensor:
-        for (weights, settings), window, stores in zip(layers, cache.windows, cache.stores, strict=True):
+        prepared, gains = None, [*(weights.norm for weights, _ in layers[1:]), None]
+        for (weights, settings), window, stores, following in zip(
+            layers, cache.windows, cache.stores, gains, strict=True
+        ):
             assert stores is not None, "a step before a prompt"
-            output = kernels.layer(hidden, weights, settings, stores, slots, positions, rotations, window)
+            output, prepared = kernels.chained(
+                hidden, weights, settings, stores, slots, positions, rotations, window,
+                prepared=prepared, following=following,
+            )  # fmt: skip
             if "layer" in self._unchecked:  # when warming up: a graph could not wait for the answer
                 self._unchecked.remove("layer")
                 rotation = _rotation_at(rotations, positions)
@@ -201,7 +216,8 @@ class StaticDecoding:
         *,
         compiled: bool,
         kernels: bool,
-        early: bool,
+        early: int,
+        ahead: bool,
     ) -> None:
         self._staged = staged
         self._chain = chain
@@ -209,7 +225,7 @@ class StaticDecoding:
         """Of each stage, weights and settings of each layer."""
         self.device = next(staged.stages[0].parameters()).device
         known = [layer for each in layers for layer in each]
-        launched = kernels_for(self.device, known, early=early) if kernels and not compiled else None
+        launched = kernels_for(self.device, known, early=early, ahead=ahead) if kernels and not compiled else None
         self._runner = LayerRunner(launched, compiled=compiled)
         self._steps: dict[int, StaticStep] = {}
         self._shape = 0, 0
@@ -218,13 +234,20 @@ class StaticDecoding:
 
     @classmethod
     def of(
-        cls, staged: StagedModel, chain: StageChain, *, compiled: bool, kernels: bool = USED, early: bool = EARLY
+        cls,
+        staged: StagedModel,
+        chain: StageChain,
+        *,
+        compiled: bool,
+        kernels: bool = USED,
+        early: int = EARLY,
+        ahead: bool = AHEAD,
     ) -> StaticDecoding | None:
         """None if a layer is of another kind."""
         layers = [each for each in map(fused_layers, chain.stages) if each is not None]
         if len(layers) < len(chain.stages):
             return None
-        return cls(staged, chain, layers, compiled=compiled, kernels=kernels, early=early)
+        return cls(staged, chain, layers, compiled=compiled, kernels=kernels, early=early, ahead=ahead)
 
     def step(self, batch: int) -> StaticStep:
         """The step of a batch. Other caches than before make all steps of before useless."""
@@ -268,12 +291,15 @@ class StaticDecoder(TokenByToken):
         *,
         compiled: bool = False,
         kernels: bool = USED,
-        early: bool = EARLY,
+        early: int = EARLY,
+        ahead: bool = AHEAD,
     ) -> None:
         """`compiled` by torch.compile; else `kernels` of Triton where they can run, each started `early`, before the
         one before it has ended."""
         super().__init__(staged, subset, max(max_tokens, LEAST_TOKENS))
-        self._static = StaticDecoding.of(staged, self._whole, compiled=compiled, kernels=kernels, early=early)
+        self._static = StaticDecoding.of(
+            staged, self._whole, compiled=compiled, kernels=kernels, early=early, ahead=ahead
+        )
         self._ahead: Ahead | None = None
 
     def begin(self, generations: Sequence[Generation]) -> list[list[int]]:

@@ -10,6 +10,7 @@ by an integer, which the last one sets back to 0.
 
 `EARLY`: a kernel starts while the one before it still runs (programmatic dependent launch). Until `gdc_wait` returns,
 which is when the kernel before has ended, it may read nothing but weights: it fetches some of them into the L2 cache.
+1: the next kernel may start when all programs of this one have begun; 2: when they have read what they need.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ def _finish(
     kept,
     bias,
     out,
+    scaled,
+    sums,
+    following,
     columns,
     rows,
     epsilon,
@@ -47,8 +51,9 @@ def _finish(
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """From sums over all inputs to what is stored; `kept` is the residual, or 0."""
+    """From sums over all inputs to what is stored; `kept` is the residual, or 0. `sums` is this block's."""
     row = tl.arange(0, ROWS)
     if NORM:
         scale = tl.rsqrt(squares / INPUTS + epsilon)[:, None]
@@ -62,7 +67,13 @@ def _finish(
         total = total * tl.sigmoid(total) * up
     real = (row < rows)[:, None] & (columns < OUTPUTS)[None, :]
     values = (total + kept).to(dtype)  # rounded, also if what is stored is fp32
-    tl.store(out + row[:, None] * OUTPUTS + columns[None, :], values, mask=real)
+    place = row[:, None] * OUTPUTS + columns[None, :]
+    tl.store(out + place, values, mask=real)
+    if AHEAD:
+        exact = tl.where(real, values.to(tl.float32), 0.0)
+        gains = tl.load(following + columns, mask=columns < OUTPUTS, other=0.0).to(tl.float32)
+        tl.store(scaled + place, (exact * gains[None, :]).to(dtype), mask=real)
+        tl.store(sums + row, tl.sum(exact * exact, 1))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -72,7 +83,11 @@ def product(
     gain,
     bias,
     residual,
+    given,
     out,
+    scaled,
+    sums,
+    following,
     scratch,
     arrivals,
     rows,
@@ -83,6 +98,9 @@ def product(
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    AHEAD: tl.constexpr,
+    GIVEN: tl.constexpr,
+    GIVEN_SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     INNER: tl.constexpr,
     SLICES: tl.constexpr,
@@ -100,6 +118,9 @@ def product(
     NORM: x is normalized by its root mean square, times `gain`. It is multiplied by `gain` as it is read; the sum is
     divided by the root afterwards, as this is the same for all inputs: so x is read once, and nothing waits. SQUARES
     is the type that squares are rounded to before they are added: of bf16's range, as they do not fit fp16's.
+    AHEAD: the work of the next product's norm is done here: `scaled` is the result times `following`, that norm's gain,
+    and `sums` [blocks, ROWS] has the sum of squares of each block of outputs. If x is such a `scaled`, `given` are its
+    sums, of GIVEN blocks (else 0), and the loop has neither squares nor gains. GIVEN_SIZE: the next power of two.
     GATED: weight is [2 · OUTPUTS, INPUTS], gates and then values; silu(gate) · value is stored.
     """
     block, part = tl.program_id(0), tl.program_id(1)
@@ -112,7 +133,8 @@ def product(
     known = tl.minimum(columns, OUTPUTS - 1)
     weights = weight + known[None, None, :] * INPUTS
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        if EARLY == 1:
+            tl.extra.cuda.gdc_launch_dependents()
         lines = tl.minimum(start + LINE * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
         _fetch(weight + known[None, :] * INPUTS + lines)
         if GATED:
@@ -126,7 +148,10 @@ def product(
     up = tl.zeros((SLICES, ROWS, COLUMNS), tl.float32)
     squares = tl.zeros((SLICES, ROWS, 16), tl.float32)
     ones = tl.full((SLICES, size, 16), 1.0, SQUARES)
-    if NORM:
+    if GIVEN:  # also now; they are added after the loop
+        part_of = tl.arange(0, GIVEN_SIZE)[:, None]
+        squares_given = tl.load(given + part_of * ROWS + row[None, :], mask=part_of < GIVEN, other=0.0)
+    if NORM and not GIVEN:
         gains = tl.load(gain + start + inner, mask=start + inner < INPUTS, other=0.0)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         at = start + step * INNER + inner
@@ -137,7 +162,7 @@ def product(
         else:
             values = tl.load(place, mask=(row < rows)[None, :, None] & (at < INPUTS)[:, None, :], other=0.0)
             tile = tl.load(weights + at[:, :, None], mask=(at < INPUTS)[:, :, None], other=0.0)
-        if NORM:
+        if NORM and not GIVEN:
             exact = values.to(tl.float32)
             # also a product: x in two layouts would cost more than these few columns
             squares = tl.dot((exact * exact).to(SQUARES), ones, squares)
@@ -151,11 +176,17 @@ def product(
             else:
                 second = tl.load(weights + OUTPUTS * INPUTS + at[:, :, None], mask=(at < INPUTS)[:, :, None], other=0.0)
             up = tl.dot(values, second, up)
+    if EARLY == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     total, up = tl.sum(total, 0), tl.sum(up, 0)
-    squares = tl.sum(tl.sum(squares, 2), 0) / 16
+    if GIVEN:  # noqa: SIM108 — Triton compiles one of the two only if they are statements
+        squares = tl.sum(squares_given, 0)
+    else:
+        squares = tl.sum(tl.sum(squares, 2), 0) / 16
+    sums += block * ROWS
     if SPLITS == 1:
-        _finish(total, up, squares, kept, bias, out, columns, rows, epsilon, x.dtype.element_ty,
-                OUTPUTS, INPUTS, NORM, GATED, BIAS)  # fmt: skip
+        _finish(total, up, squares, kept, bias, out, scaled, sums, following, columns, rows, epsilon,
+                x.dtype.element_ty, OUTPUTS, INPUTS, NORM, GATED, BIAS, AHEAD)  # fmt: skip
     else:
         numbers: tl.constexpr = ROWS * (2 * COLUMNS + 1)
         place = row[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -163,29 +194,41 @@ def product(
         tl.store(mine + place, total)
         if GATED:
             tl.store(mine + ROWS * COLUMNS + place, up)
-        if NORM:
+        if NORM and not GIVEN:
             tl.store(mine + 2 * ROWS * COLUMNS + row, squares)
         tl.debug_barrier()  # all threads have stored before one of them counts
         if tl.atomic_add(arrivals + block, 1, sem="acq_rel") == SPLITS - 1:
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             up = tl.zeros((ROWS, COLUMNS), tl.float32)
-            squares = tl.zeros((ROWS,), tl.float32)
+            if not GIVEN:
+                squares = tl.zeros((ROWS,), tl.float32)
             for other in tl.static_range(SPLITS):
                 theirs = scratch + (block * SPLITS + other) * numbers
                 total += tl.load(theirs + place, cache_modifier=".cg")
                 if GATED:
                     up += tl.load(theirs + ROWS * COLUMNS + place, cache_modifier=".cg")
-                if NORM:
+                if NORM and not GIVEN:
                     squares += tl.load(theirs + 2 * ROWS * COLUMNS + row, cache_modifier=".cg")
-            _finish(total, up, squares, kept, bias, out, columns, rows, epsilon, x.dtype.element_ty,
-                    OUTPUTS, INPUTS, NORM, GATED, BIAS)  # fmt: skip
+            _finish(total, up, squares, kept, bias, out, scaled, sums, following, columns, rows, epsilon,
+                    x.dtype.element_ty, OUTPUTS, INPUTS, NORM, GATED, BIAS, AHEAD)  # fmt: skip
             tl.store(arrivals + block, 0)
 
 
 @triton.jit
+def _halves(heads, real, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Queries or keys that begin at the addresses `heads` [n], and of each value the one that it is rotated with, of
+    the other half of its head, which is read a second time: both [n, WIDTH]."""
+    dim = tl.arange(0, WIDTH)
+    other = tl.where(dim < DIM // 2, dim + DIM // 2, dim - DIM // 2)
+    mask = real[:, None] & (dim < DIM)[None, :]
+    values = tl.load(heads[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
+    return values, tl.load(heads[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _rotated(
-    heads,
-    real,
+    values,
+    others,
     norm,
     cosine,
     sine,
@@ -194,14 +237,9 @@ def _rotated(
     WIDTH: tl.constexpr,
     HEAD_NORM: tl.constexpr,
 ):
-    """Queries or keys that begin at the addresses `heads` [n], normalized if asked for, at their position: [n, WIDTH].
-
-    Each value is rotated with one of the other half of its head, which is read a second time."""
+    """Queries or keys, as `_halves` read them, normalized if asked for, at their position: [n, WIDTH]."""
     dim = tl.arange(0, WIDTH)
     other = tl.where(dim < DIM // 2, dim + DIM // 2, dim - DIM // 2)
-    mask = real[:, None] & (dim < DIM)[None, :]
-    values = tl.load(heads[:, None] + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    others = tl.load(heads[:, None] + other[None, :], mask=mask, other=0.0).to(tl.float32)
     if HEAD_NORM:
         scale = tl.rsqrt(tl.sum(values * values, 1) / DIM + epsilon)[:, None]
         values *= scale * tl.load(norm + dim, mask=dim < DIM, other=0.0).to(tl.float32)[None, :]
@@ -248,9 +286,16 @@ def attention(
     dim, query_row = tl.arange(0, WIDTH), tl.arange(0, ROWS)
     inside, real = dim < DIM, query_row < group
     if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+        if EARLY == 1:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot, position = tl.load(slots + row), tl.load(positions + row)
+    # nothing of these depends on the position: they are read while it is
+    token = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM)
+    one = tl.arange(0, 1)
+    query, query_other = _halves(token + (head * group + query_row) * DIM, real, DIM, WIDTH)
+    key, key_other = _halves(token + (HEADS + head + one) * DIM, one == 0, DIM, WIDTH)
+    value = tl.load(token + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside, other=0.0)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
     span = tl.cdiv(tl.cdiv(position - first, BLOCK), SPLITS) * BLOCK
     begin = first + part * span
@@ -263,15 +308,10 @@ def attention(
         _fetch(values + stored + tokens + lines)
     cosine = tl.load(cosines + position * DIM + dim, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + position * DIM + dim, mask=inside, other=0.0).to(tl.float32)
-    token = qkv + row * ((HEADS + 2 * KV_HEADS) * DIM)
     dtype: tl.constexpr = qkv.dtype.element_ty
-    query = _rotated(
-        token + (head * group + query_row) * DIM, real, query_norm, cosine, sine, epsilon, DIM, WIDTH, HEAD_NORM
-    )
-    one = tl.arange(0, 1)
-    key = _rotated(token + (HEADS + head + one) * DIM, one == 0, key_norm, cosine, sine, epsilon, DIM, WIDTH, HEAD_NORM)
+    query = _rotated(query, query_other, query_norm, cosine, sine, epsilon, DIM, WIDTH, HEAD_NORM)
+    key = _rotated(key, key_other, key_norm, cosine, sine, epsilon, DIM, WIDTH, HEAD_NORM)
     key = tl.sum(key, 0).to(dtype)  # the one row
-    value = tl.load(token + (HEADS + KV_HEADS + head) * DIM + dim, mask=inside, other=0.0)
     if part == 0:
         tl.store(keys + stored + position * DIM + dim, key, mask=inside)
         tl.store(values + stored + position * DIM + dim, value, mask=inside)
@@ -299,6 +339,8 @@ def attention(
         total = tl.dot(shares.to(dtype), old_values, total * faded[:, None])
         highest = higher
 
+    if EARLY == 2:
+        tl.extra.cuda.gdc_launch_dependents()
     heads = head * group + query_row
     place = out + row * (HEADS * DIM) + heads[:, None] * DIM + dim[None, :]
     stored_mask = real[:, None] & inside[None, :]

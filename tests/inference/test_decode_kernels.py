@@ -98,23 +98,25 @@ def test_without_a_gpu_or_triton_there_are_none(monkeypatch: pytest.MonkeyPatch)
 class Broken:
     """Kernels that do not compile."""
 
-    def layer(self, *_given: Any) -> Tensor:
+    def chained(self, *_given: Any, **_options: Any) -> tuple[Tensor, None]:
         raise RuntimeError("ptxas: no such instruction")
 
 
 class Wrong:
     """Kernels that compile, and compute something else."""
 
-    def layer(self, hidden: Tensor, *_given: Any) -> Tensor:
-        return hidden
+    def chained(self, hidden: Tensor, *_given: Any, **_options: Any) -> tuple[Tensor, None]:
+        return hidden, None
 
 
 class Right:
-    def layer(self, hidden: Tensor, weights: Any, settings: Any, stores: Any, slots: Tensor, *others: Any) -> Tensor:
+    def chained(
+        self, hidden: Tensor, weights: Any, settings: Any, stores: Any, slots: Tensor, *others: Any, **_options: Any
+    ) -> tuple[Tensor, None]:
         positions, (cosines, sines), window = others
         rotation = cosines[0, positions][:, None], sines[0, positions][:, None]
         mask = position_mask(positions, stores[0].shape[2], window, hidden.dtype)
-        return layer_step(hidden, weights, settings, stores, slots, positions, rotation, mask)
+        return layer_step(hidden, weights, settings, stores, slots, positions, rotation, mask), None
 
     def product(self, *_given: Any, **_options: Any) -> Tensor:
         raise RuntimeError("out of shared memory")

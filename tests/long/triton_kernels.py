@@ -71,6 +71,26 @@ def test_products(form: str, rows: int, outputs: int, inputs: int, tiles: Tiles,
     assert torch.equal(exact, found.float()), "rounded to the type of the input"
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_norm_is_prepared_by_the_product_before(gated: bool, splits: int, dtype: torch.dtype) -> None:
+    """Neither product's outputs fill its blocks, of which there are three, and not a power of two."""
+    kernels, rows, hidden, outputs = DecodeKernels(CPU), 5, 80, 48
+    x, residual = random(rows, 64, seed=1, dtype=dtype), random(rows, hidden, seed=2, dtype=dtype, scale=3.0)
+    first = random(hidden, 64, seed=3, dtype=dtype, scale=0.1)
+    second = random(outputs * (2 if gated else 1), hidden, seed=4, dtype=dtype, scale=0.1)
+    gain, tiles = random(hidden, seed=5, dtype=dtype), Tiles(32, 32, splits, 3)
+    ready = kernels.room_for(x, first, tiles)
+    assert len(ready.sums) == 3
+    between = kernels.product(x, first, residual=residual, tiles=tiles, following=gain, prepare=ready)
+    assert torch.equal(between, kernels.product(x, first, residual=residual, tiles=tiles))
+    options: dict[str, Any] = {"gain": gain, "gated": gated, "epsilon": 1e-5, "tiles": tiles}
+    found = kernels.product(between, second, **options, prepared=ready)
+    assert close(found, kernels.product(between, second, **options), dtype)
+    assert torch.equal(found, kernels.product(between, second, **options, prepared=ready))
+
+
 def layer(settings: LayerSettings, hidden: int, inner: int, dtype: torch.dtype, *, norms: bool) -> FusedLayer:
     heads, kv_heads, dim = settings.heads, settings.kv_heads, settings.head_dim
     total = (heads + 2 * kv_heads) * dim
@@ -135,12 +155,13 @@ def test_layers(
 
 @torch.inference_mode()
 @pytest.mark.filterwarnings("error")  # that the kernels are not used after all
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_logits_are_those_of_the_plain_step(family: str) -> None:
+def test_logits_are_those_of_the_plain_step(family: str, ahead: bool) -> None:
     model, texts = staged(family), prompts(3)
     decoder = StaticDecoder(model, WHOLE, 2000)
     assert decoder._static is not None
-    decoder._static._runner = runner = LayerRunner(DecodeKernels(CPU))
+    decoder._static._runner = runner = LayerRunner(DecodeKernels(CPU, ahead=ahead))
     step = step_after(decoder, model, texts)
     step.launch()
     assert torch.allclose(step.logits[:3], plain_logits(decoder, model, texts), atol=1e-4)
