@@ -46,7 +46,6 @@ LINE = 64  # values of 2 bytes that a line of the cache holds
 FETCHED_LINES = 256  # that a program fetches before the kernel before it has ended
 SCRATCH = 2**22  # numbers
 ARRIVALS = 2**13
-USED = False  # unless a caller asks for them: they have not run on a card yet
 EARLY = 0  # 1: start a kernel before the one before it has ended; 2: when that has read what it needs
 AHEAD = False  # a product with a residual does the work of the norm that follows it
 SUPPORTED = torch.bfloat16, torch.float16

@@ -27,7 +27,6 @@ from skippipe.inference.decode_kernels import (
     AHEAD,
     EARLY,
     MOST_ROWS,
-    USED,
     DecodeKernels,
     agree,
     kernels_for,
@@ -239,7 +238,7 @@ class StaticDecoding:
         chain: StageChain,
         *,
         compiled: bool,
-        kernels: bool = USED,
+        kernels: bool = True,
         early: int = EARLY,
         ahead: bool = AHEAD,
     ) -> StaticDecoding | None:
@@ -290,7 +289,7 @@ class StaticDecoder(TokenByToken):
         max_tokens: int,
         *,
         compiled: bool = False,
-        kernels: bool = USED,
+        kernels: bool = True,
         early: int = EARLY,
         ahead: bool = AHEAD,
     ) -> None:
@@ -376,7 +375,7 @@ class StaticStage(CachedStage):
         super().__init__(model, max_tokens)
         self._layers = fused_layers(self)
         device = next(model.parameters()).device
-        self._runner = LayerRunner(kernels_for(device, self._layers or ()) if USED else None)
+        self._runner = LayerRunner(kernels_for(device, self._layers or ()))
         self._steps: dict[Hashable, StageStaticStep] = {}
         self._shape = 0, 0
 

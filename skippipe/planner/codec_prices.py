@@ -40,23 +40,23 @@ class Price(NamedTuple):
 Prices = Mapping[str, Price]
 DEFAULT_PRICES: Prices = {
     "fp32": Price(0.0, 0.0, 0.0),
-    "bf16": Price(0.0, 0.0, 0.001),  # weight gradients: no dearer than int8
-    "int8": Price(0.001, 0.001, 0.001),
+    "bf16": Price(0.0, 0.0, 0.0005),  # weight gradients: no dearer than int8
+    "int8": Price(0.0005, 0.0005, 0.0005),
     "fp8": Price(0.004, 0.004, None),
-    "int6": Price(0.005, None, None),
+    "int6": Price(0.006, None, None),
     "int6-stochastic": Price(None, 0.002, None),
-    "int4": Price(0.137, None, 0.002),
+    "int4": Price(0.137, None, 0.001),
     "int4-stochastic": Price(None, 0.005, None),
     "int4-rank8": Price(0.051, None, None),
     "int4-rank8-stochastic": Price(None, 0.005, None),
     "int2": Price(None, None, 0.042),
-    "rank-64": Price(None, None, 0.013),
+    "rank-64": Price(None, None, 0.004),
 }
-"""By codec, from studies/codecs.toml: 46M parameters, 52M tokens, one seed. Runs with int8 were no worse than without
-(−0.002), which is within what one seed can tell; it has the least price that is not nothing. int6 there,
-int4-stochastic back and int4 for weight gradients cost 0.012 together, in three seeds of 105M tokens
-(studies/codecs-105m.toml): int6 has what the others leave of that. A codec or kind that is not here has not been
-measured, and is not chosen unless a file has a price for it."""
+"""By codec, for 46M parameters. From three seeds of 105M tokens (studies/codecs-105m.toml): int8 for all three kinds,
+int4 and rank-64 for weight gradients, and int6, which has what int4-stochastic and int4 leave of the 0.012 that they
+cost together. int8 and int4 were no worse than without (−0.0006 and −0.0011 ± 0.0008): they have the least prices that
+three seeds can tell from nothing. The others are from one seed of 52M tokens (studies/codecs.toml). A codec or kind
+that is not here has not been measured, and is not chosen unless a file has a price for it."""
 
 
 def read_prices(path: Path) -> Prices:
