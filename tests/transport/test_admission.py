@@ -180,7 +180,7 @@ def test_who_is_refused_before_it_has_asked_is_told_so(door: Door, refusal: Refu
     """A process may be held up between connecting and asking; nothing can be sent then, nor waited for."""
     own = KeyPair.new() if refusal is Refusal.KEY_UNKNOWN else door.invite().keys
     with door.client(own, KeyPair.new().public if refusal is Refusal.OTHER_KEY else None) as client:
-        assert client._monitor.poll(1000 * WITHIN_S), "it is refused"
+        assert client._monitor.poll(round(1000 * WITHIN_S)), "it is refused"
         deadline = time.monotonic() + WITHIN_S
         while client._dealer.poll(0, zmq.POLLOUT):
             assert time.monotonic() < deadline
