@@ -102,7 +102,7 @@ def _set_option(config: Any, name: str, value: object) -> None:
     """Set an option of torch's compiler. From torch 2.12 on that holds in the thread that sets it alone, and functions
     are compiled in the thread that first calls them, so the default, which all other threads have, is changed too."""
     setattr(config, name, value)
-    entry = getattr(config, "_config", {}).get(name)
+    entry: Any = getattr(config, "_config", {}).get(name)
     if hasattr(entry, "default"):
         entry.default = value
 
