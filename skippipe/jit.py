@@ -91,11 +91,20 @@ def python_version(function: Function) -> Function:
 
 def keep_compiled_forms() -> None:
     """Have torch.compile keep more forms of a function than its usual few, beyond which it compiles no more; each whole
-    number that a function reads from an object is a constant of its form."""
+    number that a function reads from an object is a constant of its form. In all threads of this process."""
     from torch._dynamo import config
 
-    config.recompile_limit = max(config.recompile_limit, MOST_COMPILED)
-    config.specialize_int = True  # or the second codec with other bits would be compiled for any number of bits
+    _set_option(config, "recompile_limit", max(getattr(config, "recompile_limit", 0), MOST_COMPILED))
+    _set_option(config, "specialize_int", True)  # or the second codec with other bits would be compiled for any bits
+
+
+def _set_option(config: Any, name: str, value: object) -> None:
+    """Set an option of torch's compiler. From torch 2.12 on that holds in the thread that sets it alone, and functions
+    are compiled in the thread that first calls them, so the default, which all other threads have, is changed too."""
+    setattr(config, name, value)
+    entry: Any = getattr(config, "_config", {}).get(name)
+    if hasattr(entry, "default"):
+        entry.default = value
 
 
 def compiled_on_device(function: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:

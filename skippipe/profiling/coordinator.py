@@ -404,6 +404,8 @@ class ProfilingServer:
         self._rendezvous = Rendezvous(
             mailbox, config.names, public_keys, host=self, node_config=config.to_json(), timeout_s=timeout_s
         )
+        if admission is not None:
+            admission.follow(self._rendezvous)
         self._coordinator = ProfilingCoordinator(config, self, callback, deadlines)
 
     def run(self, ended: EndedNodes, stopped: Callable[[], bool]) -> ProfileResult:

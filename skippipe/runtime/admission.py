@@ -1,7 +1,8 @@
 """Who may take part while a coordinator runs: nodes are admitted and revoked, and the connections follow.
 
 The list of members is a file, which the admission thread and the commands `invite` and `revoke` change. The thread that
-runs the coordinator looks at it whenever it waits for messages. A new key is let in. A key that was revoked is refused
+runs the coordinator looks at it whenever it waits for messages, and before each connection that it lets in or refuses:
+a node that was told that it is admitted may connect at once. A new key is let in. A key that was revoked is refused
 from the next message on: the node is told why, the other nodes are told to refuse it as well, fast paths included, and
 then it is lost like any other.
 """
@@ -41,6 +42,8 @@ class Admission:
         """Names whose keys were revoked, and that have no new one."""
         self._informed: set[str] = set()
         """Connected nodes that know whose keys were revoked."""
+        self._lost: list[tuple[str, str]] = []
+        """Those who were shut out since the last `poll`, and why."""
         self._seen_at = 0.0
         self._complaint = ""
         self._server: AdmissionServer | None = None
@@ -69,9 +72,15 @@ class Admission:
     def events(self) -> list[AdmissionEvent]:
         return self._server.events() if self._server is not None else []
 
+    def follow(self, listener: Listener) -> None:
+        """From now on who connects is let in or refused by the list of members as it is then."""
+        listener.mailbox.on_handshake(lambda: self._update(listener))
+        self._update(listener)  # relays that dial before the first `poll` are let in, too
+
     def poll(self, listener: Listener) -> list[tuple[str, str]]:
         """Let in who was admitted and shut out who was revoked; gives those who are lost by it, and why."""
-        lost = self._update(listener)
+        self._update(listener)
+        lost, self._lost = self._lost, []
         self._inform(listener)
         self._connected = {**dict.fromkeys(listener.relays, ""), **listener.addresses}
         if time.monotonic() > self._seen_at + SEEN_EVERY_S and self._connected:
@@ -79,14 +88,14 @@ class Admission:
             self._store.write_seen(dict.fromkeys(self._connected, time.time()))
         return lost
 
-    def _update(self, listener: Listener) -> list[tuple[str, str]]:
+    def _update(self, listener: Listener) -> None:
         try:
             known = self._store.current()
         except (UserError, OSError) as error:  # what was known holds until it can be read again
             if str(error) != self._complaint:
                 self._complaint = str(error)
                 log.warning("the list of members cannot be read, so nobody is let in or shut out: %s", error)
-            return []
+            return
         peers = known.peers
         self._shut_out = {each.name for each in known.revoked} - peers.keys()
         relays = frozenset(known.relays) & peers.keys() - set(listener.names)
@@ -94,7 +103,7 @@ class Admission:
             listener.mailbox.allow(name, peers[name])
         listener.relay_names = relays
         if peers == self.publics:
-            return []
+            return
         gone = [name for name, public in self.publics.items() if peers.get(name) != public]
         for name in gone:
             log.info("'%s' %s", name, REVOKED)
@@ -108,7 +117,7 @@ class Admission:
                 if name in listener.names or name in relays:
                     listener.mailbox.allow(name, public)
         self._informed -= set(listener.addresses) if gone else set()
-        return [(name, REVOKED) for name in gone if name in listener.names]
+        self._lost += [(name, REVOKED) for name in gone if name in listener.names]
 
     def _inform(self, listener: Listener) -> None:
         """Nodes refuse the keys of those that were revoked; one that was away meanwhile hears it when it is back."""

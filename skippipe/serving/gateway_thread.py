@@ -94,6 +94,8 @@ class GatewayThread:
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
+        if admission is not None:
+            admission.follow(self._rendezvous)
         self.stages = len(node_config.layers)
         self._scheduler = Scheduler(self.stages, self, settings or ServingSettings(), cost or UniformCost())
         self._events: Counter[str] = Counter()

@@ -220,10 +220,14 @@ class AdmissionServer:
             self._slow.append((self._pool.submit(reply), sender))
 
     def _send_slow(self) -> None:
-        for future, sender in [each for each in self._slow if each[0].done()]:
+        waiting = []
+        for future, sender in self._slow:
+            if not future.done():  # looked at once: it may be done a moment later, and is then for the next turn
+                waiting.append((future, sender))
+                continue
             failure = future.exception()
             self._send(sender, Refused(f"the coordinator has failed: {failure}") if failure else future.result())
-        self._slow = [each for each in self._slow if not each[0].done()]
+        self._slow = waiting
 
     def _send(self, to: bytes, reply: AnyReply) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it is gone, or takes nothing

@@ -234,35 +234,49 @@ class AdmissionClient:
 
     def ask(self, request: AnyRequest, expected: type[Expected], within_s: float = REPLY_S) -> Expected:
         """The reply; UserError if the coordinator refuses, NoConversation if there is none."""
-        self._dealer.send(msgspec.json.encode(request))
-        return self._reply(expected, within_s)
+        deadline = time.monotonic() + within_s
+        self._send([msgspec.json.encode(request)], deadline)
+        return self._reply(expected, deadline)
 
     def send_pieces(self, count: int, back: int = 0, times: int = 1, within_s: float = REPLY_S) -> float:
         """Send so many bytes, several times at once, and wait until they are there and others are back; gives the
         seconds that this took."""
         began_s = time.monotonic()
         for _ in range(times):
-            self._dealer.send_multipart([msgspec.json.encode(Piece(back)), bytes(count)])
+            self._send([msgspec.json.encode(Piece(back)), bytes(count)], time.monotonic() + within_s)
         for _ in range(times):
-            if self._reply(Taken, within_s).count != count:
+            if self._reply(Taken, time.monotonic() + within_s).count != count:
                 raise NoConversation(Refusal.NO_ANSWER)
         return time.monotonic() - began_s
 
-    def _reply(self, expected: type[Expected], within_s: float) -> Expected:
-        deadline = time.monotonic() + within_s
+    def _send(self, frames: list[bytes], deadline: float) -> None:
+        while True:
+            try:
+                self._dealer.send_multipart(frames, zmq.NOBLOCK)
+                return
+            except zmq.Again:  # the queue is full; or the connection has failed, and there will be no room
+                self._wait(zmq.POLLOUT, deadline)
+
+    def _reply(self, expected: type[Expected], deadline: float) -> Expected:
+        self._wait(zmq.POLLIN, deadline)
+        try:
+            reply = read_reply(self._dealer.recv_multipart()[0])
+        except UserError:
+            raise NoConversation(Refusal.OTHER_KEY) from None
+        if isinstance(reply, Refused):
+            raise UserError(plain(reply.reason))
+        if not isinstance(reply, expected):
+            raise NoConversation(Refusal.OTHER_KEY)
+        return reply
+
+    def _wait(self, what: int, deadline: float) -> None:
+        """Wait until something can be sent or received; NoConversation if the connection fails before."""
+        self._poller.modify(self._dealer, what)
         while (left_s := deadline - time.monotonic()) > 0:
             ready = dict(self._poller.poll(math.ceil(1000 * left_s)))
             if self._dealer in ready:
-                try:
-                    reply = read_reply(self._dealer.recv_multipart()[0])
-                except UserError:
-                    raise NoConversation(Refusal.OTHER_KEY) from None
-                if isinstance(reply, Refused):
-                    raise UserError(plain(reply.reason))
-                if not isinstance(reply, expected):
-                    raise NoConversation(Refusal.OTHER_KEY)
-                return reply
-            for event in monitor_events(self._monitor) if self._monitor in ready else ():
+                return
+            for event in monitor_events(self._monitor):
                 if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                     raise NoConversation(Refusal.KEY_UNKNOWN)
                 if event in (zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL):

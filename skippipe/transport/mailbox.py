@@ -29,7 +29,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, TypeAlias
 
 import zmq
@@ -134,6 +134,11 @@ class Mailbox:
         self._incoming.forbid(peer)
         if self._callbacks is not None:
             self._callbacks.forbid(peer)
+
+    def on_handshake(self, update: Callable[[], None]) -> None:
+        """Have `update` called, inside `receive`, before a peer that connects is let in or refused: it may `allow` and
+        `forbid`."""
+        self._incoming.on_handshake = update
 
     @property
     def refused(self) -> int:

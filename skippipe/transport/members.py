@@ -79,9 +79,10 @@ class MemberStore:
         """The list, read again if the file has changed since the last call."""
         stat = self.path.stat() if exists(self.path) else None
         version = (stat.st_mtime_ns, stat.st_ino, stat.st_size) if stat else None
-        if self._loaded is None or self._loaded[0] != version:
-            self._loaded = version, self.load() if stat else PeerList({})
-        return self._loaded[1]
+        loaded = self._loaded  # another thread may replace it meanwhile, by what it has read before
+        if loaded is None or loaded[0] != version:
+            loaded = self._loaded = version, self.load() if stat else PeerList({})
+        return loaded[1]
 
     def change(self, work: Callable[[PeerList], PeerList]) -> PeerList:
         """Replace the list by what `work` makes of it, unless it raises; on disk when this returns."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import zmq
@@ -43,6 +43,8 @@ class Receiver:
         self.received_bytes: Counter[str] = Counter()
         self.host_of: dict[str, str] = {}
         """Peer → the address that its messages come from."""
+        self.on_handshake: Callable[[], None] = lambda: None
+        """Called before a connection is let in or refused."""
         self._settings = settings
         self._curve = keys is not None
         self._limits = limits
@@ -100,7 +102,9 @@ class Receiver:
         if self._zap is not None:
             with contextlib.suppress(zmq.Again):
                 for _ in range(MOST_AT_ONCE):
-                    self._zap.send_multipart(self.auth.answer(self._zap.recv_multipart(zmq.NOBLOCK)))
+                    request = self._zap.recv_multipart(zmq.NOBLOCK)
+                    self.on_handshake()
+                    self._zap.send_multipart(self.auth.answer(request))
 
     def drain(self, outgoing: Mapping[str, Sender]) -> list[Received]:
         """The messages that have arrived, each peer's in the order they were sent; `outgoing` is for fast paths."""

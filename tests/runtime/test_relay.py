@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -133,6 +134,11 @@ class Run:
                     self.told.append((box.name, call.peers))
         return True
 
+    def was_told(self, name: str, news: list[dict[str, Any]]) -> bool:
+        """Has a node been told all of this, one after the other?"""
+        heard = [peers for told, peers in self.told if told == name]
+        return any(heard[at : at + len(news)] == news for at in range(len(heard)))
+
     def until(self, done: object) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while not (self.turn() and done()):  # type: ignore[operator]
@@ -204,10 +210,13 @@ def test_two_that_could_not_call_each_other_try_again_later(monkeypatch: pytest.
         run.meet()
         run.until(lambda: len(run.apart) == 2)
         assert [apart for *_, apart in run.apart] == [True, False]
-        assert run.told[-1][1]["n0"][0] == run.nodes[0].address, "where to call it"
+        for name, peer in zip(NODES, reversed(run.nodes), strict=True):  # told to meet, then where to call the other
+            public = KEYS[peer.name].public
+            news = [{peer.name: [address, public]} for address in (OUT_ONLY, peer.address)]
+            run.until(partial(run.was_told, name, news))
         run.meet()
-        run.until(lambda: len(run.apart) == 3)
-        assert run.apart[-1][-1] and set(run.rendezvous._apart_s.values()) == {2.0}
+        run.until(lambda: len(run.apart) >= 3)
+        assert run.apart[2][-1] and set(run.rendezvous._apart_s.values()) == {2.0}
 
 
 def test_who_is_no_relay_is_told_so(run: Run) -> None:

@@ -94,6 +94,27 @@ def test_who_was_away_hears_of_it_and_who_is_admitted_gets_in(tmp_path: Path) ->
         cluster.until(lambda: gone in cluster.heard["b"] and cluster.coordinator.received_bytes["c"])
 
 
+def test_who_connects_is_judged_by_the_list_as_it_is_then(tmp_path: Path) -> None:
+    """A node connects as soon as it is told that it is admitted: the coordinator may not have polled since."""
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack, "a")
+        cluster.nodes["a"].send(THE_COORDINATOR, HEARTBEAT)
+        cluster.until(lambda: cluster.coordinator.received_bytes["a"])
+        cluster.admission.follow(cluster.listener)
+        invitation = cluster.store.invite("c", cluster.own.public, 60, ("127.0.0.1:5555",))
+        cluster.keys["c"] = KeyPair.new()
+        cluster.store.admit(invitation.keys.public, cluster.keys["c"].public)
+        cluster.store.revoke("a")
+        box = stack.enter_context(closing(Mailbox("c", cluster.keys["c"])))
+        cluster.nodes["c"] = box
+        box.connect(THE_COORDINATOR, cluster.coordinator.address, cluster.own.public)
+        box.send(THE_COORDINATOR, HEARTBEAT)
+        cluster.until(lambda: cluster.coordinator.received_bytes["c"] or cluster.coordinator.refused)
+        assert not cluster.coordinator.refused
+        assert cluster.admission.poll(cluster.listener) == [("a", REVOKED)], "not forgotten"
+        assert cluster.admission.poll(cluster.listener) == []
+
+
 def test_a_list_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, "a")

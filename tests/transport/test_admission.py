@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +22,7 @@ from skippipe.transport.addresses import free_port, split_address
 from skippipe.transport.enrolment import (
     MOST_REQUEST_BYTES,
     Admitted,
+    AnyReply,
     Call,
     Called,
     Check,
@@ -148,6 +152,42 @@ def test_what_an_invitation_is_good_for(door: Door) -> None:
         assert "was used at" in client.ask(Check(__version__), Checked).closed
         with pytest.raises(UserError, match="was used at"):
             client.ask(Call("127.0.0.1:1", "0" * 32), Called)
+
+
+class DoneAtSecondLook(Future[AnyReply]):
+    """A reply that is there a moment after it was looked for."""
+
+    looks = 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+
+def test_a_reply_that_comes_while_others_are_sent_is_sent_too(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def submit(work: Callable[[], AnyReply]) -> Future[AnyReply]:
+        future = DoneAtSecondLook()
+        future.set_result(work())
+        return future
+
+    monkeypatch.setattr(door.server, "_pool", SimpleNamespace(submit=submit, shutdown=lambda **_: None))
+    with door.client(door.invite().keys) as client:
+        assert client.ask(Check(__version__), Checked, WITHIN_S).name == "bob"
+
+
+@pytest.mark.parametrize("refusal", [Refusal.KEY_UNKNOWN, Refusal.OTHER_KEY])
+def test_who_is_refused_before_it_has_asked_is_told_so(door: Door, refusal: Refusal) -> None:
+    """A process may be held up between connecting and asking; nothing can be sent then, nor waited for."""
+    own = KeyPair.new() if refusal is Refusal.KEY_UNKNOWN else door.invite().keys
+    with door.client(own, KeyPair.new().public if refusal is Refusal.OTHER_KEY else None) as client:
+        assert client._monitor.poll(round(1000 * WITHIN_S)), "it is refused"
+        deadline = time.monotonic() + WITHIN_S
+        while client._dealer.poll(0, zmq.POLLOUT):
+            assert time.monotonic() < deadline
+        client._dealer.setsockopt(zmq.SNDTIMEO, round(1000 * WITHIN_S))  # if it waits to send, the test has an end
+        with pytest.raises(NoConversation) as failed:
+            client.ask(Check(__version__), Checked)
+        assert failed.value.refusal is refusal
 
 
 def test_requests_of_a_key_are_limited(door: Door) -> None:

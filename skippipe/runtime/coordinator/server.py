@@ -70,7 +70,7 @@ class CoordinatorServer:
         self._admission = admission
         if admission is not None:
             admission.needs = self._needs
-            admission.poll(self._listener)  # relays that dial before the first turn are let in, too
+            admission.follow(self._listener)
 
     @property
     def address(self) -> str:
