@@ -230,6 +230,9 @@ class Variant:
     heal_epochs: Annotated[int, ITERATIONS] = 1
     """How often the text is gone over while only these learn, from its first to its last and on other paths each time:
     so much less of it there is."""
+    heal_drawn: Annotated[float, Range(0, 1)] = 0.0
+    """Share of the tokens of a text that only these have learned from before, in another pass or epoch: so many are
+    drawn anew, each from what the whole model predicts at its place."""
     heal_fit: Annotated[int, Range(0, 10_000)] = 0
     """When only these begin to learn, bridges become the linear maps that come closest to what they leave out, by the
     hidden states of the whole model on the text of the next so many iterations; 0: they begin as they are."""
@@ -251,6 +254,10 @@ class Variant:
         if self.heal_epochs > 1 and not self.recipe.heal:
             raise UserError(
                 f"variant '{self.name}': heal_epochs: add recipe.heal, from where on text is gone over again"
+            )
+        if self.heal_drawn and self.heal_passes == 1 and self.heal_epochs == 1:
+            raise UserError(
+                f"variant '{self.name}': heal_drawn: is for text that comes again; add heal_passes or heal_epochs"
             )
         if self.heal_fit and not (self.recipe.heal and self.recipe.bridges):
             raise UserError(f"variant '{self.name}': heal_fit: add recipe.heal and recipe.bridges, which are fitted")
@@ -390,7 +397,7 @@ class StudyRun:
         for name in ("heal_rate", "heal_split", "heal_passes", "heal_epochs"):
             if variant[name] == 1:
                 del variant[name]
-        for name in ("heal_fit", "heal_optimizer"):
+        for name in ("heal_fit", "heal_optimizer", "heal_drawn"):
             if not variant[name]:
                 del variant[name]
         variant["traffic"] = self.variant.traffic.settings

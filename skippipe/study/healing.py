@@ -3,7 +3,8 @@
 The model itself is frozen and stays as it is. Bridges and adapters (see `model.stage`) learn from it: the part of the
 model that a path visits is to say what the whole model says, and its hidden states are to be those of the whole model
 where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
-missing stage to half of them, get the same share of the text.
+missing stage to half of them, get the same share of the text. From its second time on, the text is partly drawn anew
+from the whole model (`redrawn`).
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ PASSES, MOST_TOKENS = 8, 20_000_000  # by default: so often over the text, but n
 HELD_OUT, HELD_OUT_TOKENS = 20, 16_384  # every 20th window, and up to so many tokens, if no text is given for it
 LEAST_WINDOWS = 32  # to learn from
 PARTS = 8  # of each size that are measured
+DRAWN, DRAWN_AT_ONCE = 0.3, 1024  # share of a text that comes again, and tokens of it
 SHOWN_STEPS = 10  # whose mean loss is shown
 KINDS = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
 """How the files of a model folder end that are copied."""
@@ -132,15 +134,18 @@ class Healing:
         batches = [next(rows) for _ in range(min(FIT_STEPS, steps))]
         if engine.bridges:
             progress("fitting bridges", 0, steps)
-            engine.fit_bridges(each[:, :-1] for each in batches)
+            engine.fit_bridges(each[:, :-1] for each, _ in batches)
         generator, warmup = default_rng([self.seed, 1]), min(100, steps // 10)
         schedule = OptimConfig(rate=self.rate, warmup=warmup, iterations=max(steps, warmup + 1), floor=0.05)
         losses: list[Tensor] = []
         for number in range(steps):
-            given = batches[number] if number < len(batches) else next(rows)
+            given, again = batches[number] if number < len(batches) else next(rows)
+            inputs, labels = given[:, :-1], given[:, 1:]
+            if again:
+                inputs, labels = redrawn(engine, inputs, labels, DRAWN, (self.seed, 3, number))
             visits = sample_paths_of_lengths(generator, self.lengths, self.stages, engine.recipe)
             rate = schedule.rate_at(number)
-            losses.append(engine.iteration(number, given[:, :-1], given[:, 1:], visits, healing=True, rate=rate))
+            losses.append(engine.iteration(number, inputs, labels, visits, healing=True, rate=rate))
             self.steps_done = number + 1
             if len(losses) == SHOWN_STEPS or self.steps_done == steps:
                 mean = float(torch.stack(losses).mean())
@@ -204,14 +209,16 @@ class Healing:
         """How many stages are missing."""
         return range(1, self.stages // 2 + 1)
 
-    def _rows(self) -> Iterator[Tensor]:
-        """The samples of step after step: all windows of the text in random order, and again in another one."""
+    def _rows(self) -> Iterator[tuple[Tensor, bool]]:
+        """The samples of step after step, and whether they have been there before: all windows of the text in random
+        order, and again in another one."""
         generator, size, left = default_rng([self.seed, 2]), len(self.lengths), np.empty(0, dtype=np.int64)
+        given = 0
         while True:
             while len(left) < size:
                 left = np.concatenate([left, generator.permutation(np.array(self.train.numbers))])
-            yield self.train.rows(left[:size].tolist()).to(self.engine.device)
-            left = left[size:]
+            yield self.train.rows(left[:size].tolist()).to(self.engine.device), given >= len(self.train.numbers)
+            left, given = left[size:], given + size
 
     def _loss(self, part: Visits) -> float:
         sums = 0.0
@@ -219,6 +226,24 @@ class Healing:
             rows = self.held_out.rows(numbers).to(self.engine.device)
             sums += len(numbers) * float(self.engine.loss_of(rows[:, :-1], rows[:, 1:], part, 1.0))
         return sums / len(self.held_out.numbers)
+
+
+@torch.no_grad()
+def redrawn(engine: Engine, inputs: Tensor, labels: Tensor, share: float, seed: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Inputs and labels with this share of their tokens drawn anew, each from what the whole model predicts at its
+    place. So a text that comes again is another one, which the whole model can explain as well, instead of one that is
+    learned by heart."""
+    generator = torch.Generator(engine.device).manual_seed(int(default_rng(seed).integers(2**62)))
+    norm, head = engine.stages[0].norm, engine.stages[0].head
+    assert norm is not None and head is not None
+    hidden = engine.hidden_of(inputs, tuple(range(len(engine.stages))), 1.0)
+    chosen = torch.rand(labels.shape, generator=generator, device=labels.device) < share
+    labels = labels.clone()
+    for rows in chosen.nonzero().split(DRAWN_AT_ONCE):  # a few at a time: vocabularies may be large
+        at = rows.unbind(1)
+        shares = head(norm(hidden[at])).float().softmax(-1)
+        labels[at] = torch.multinomial(shares, 1, generator=generator).squeeze(-1)
+    return torch.cat((inputs[:, :1], labels[:, :-1]), 1), labels
 
 
 def heal(

@@ -41,6 +41,7 @@ from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.study.config import Study, StudyRun, kept_stages, read_results
 from skippipe.study.engine import Engine
 from skippipe.study.evaluate import EvalText, SubsetLoss, mean_loss, part_losses, router_use
+from skippipe.study.healing import redrawn
 from skippipe.study.path_sampling import iteration_paths
 from skippipe.study.question_scores import part_scores, question_sets
 from skippipe.workload import Workload
@@ -171,7 +172,10 @@ class Runner:
             young = len(paths.there) < variant.stages
             inputs, labels = self._text.iteration(sampler, run.text_of(number))
             size = batch.microbatches // run.steps(number)[0]
+            text, again = (inputs, labels), run.text_of(number) != number
             for begin in range(0, len(paths.visits), size):
+                if variant.heal_drawn and begin % batch.microbatches == 0 and (again or begin):
+                    inputs, labels = redrawn(engine, *text, variant.heal_drawn, (run.seed, number, begin))
                 row = begin % batch.microbatches * batch.samples
                 rows = slice(row, row + size * batch.samples)
                 loss = engine.iteration(

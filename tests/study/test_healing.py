@@ -17,7 +17,7 @@ from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.model_files import INDEX
 from skippipe.stage_subset import StageSubset
-from skippipe.study.healing import HealSettings, begin_healing, heal
+from skippipe.study.healing import HealSettings, begin_healing, heal, redrawn
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to
 from tests.helpers.processes import Command
 
@@ -66,6 +66,27 @@ def test_parts_get_better_and_the_whole_model_stays(tmp_path: Path, text: str) -
     for part in ((0, 1), (0, 2)):
         agreed = [float((guesses(staged, *part) == whole_guesses).float().mean()) for staged in (before, after)]
         assert agreed[1] > agreed[0] + 0.1, "the whole model is the teacher"
+
+
+def test_a_text_that_comes_again_is_partly_drawn_from_the_whole_model(tmp_path: Path, text: str) -> None:
+    export_to(tmp_path / "model")
+    healing = begin_healing(tmp_path / "model", [text], None, QUICK)
+    engine, rows = healing.engine, healing.train.rows(list(range(32)))
+    inputs, labels = rows[:, :-1], rows[:, 1:]
+    stage = engine.stages[0]
+    assert stage.norm is not None and stage.head is not None
+    stage.norm.weight.data *= 1e6  # sure of what comes next
+    likeliest = stage.head(stage.norm(engine.hidden_of(inputs, (0, 1, 2), 1.0))).argmax(-1)
+    new_inputs, new_labels = redrawn(engine, inputs, labels, 0.5, (0, 1))
+    assert torch.equal(new_inputs[:, 1:], new_labels[:, :-1]) and torch.equal(new_inputs[:, 0], inputs[:, 0])
+    drawn = new_labels != labels
+    assert torch.equal(new_labels[drawn], likeliest[drawn])
+    assert 0.4 < drawn.sum() / (likeliest != labels).sum() < 0.6
+    assert torch.equal(redrawn(engine, inputs, labels, 0.5, (0, 1))[1], new_labels)
+    assert not torch.equal(redrawn(engine, inputs, labels, 0.5, (0, 2))[1], new_labels)
+    order = healing._rows()
+    again = [next(order)[1] for _ in range(2 * len(healing.train.numbers) // len(healing.lengths))]
+    assert again == sorted(again) and 0 < sum(again) < len(again), "not the first time"
 
 
 def test_what_is_written_is_what_was_measured(tmp_path: Path, text: str, skippipe: Command) -> None:

@@ -151,6 +151,8 @@ def test_healing_goes_over_its_text_again() -> None:
     assert once.frozen_key == run.frozen_key
     with pytest.raises(UserError, match=r"heal_epochs: add recipe\.heal"):
         Variant("whole", heal_epochs=2)
+    with pytest.raises(UserError, match="heal_drawn: is for text that comes again"):
+        replace(variant, heal_epochs=1, heal_drawn=0.3)
 
 
 def test_results_from_before_bridges_are_still_known() -> None:
@@ -159,7 +161,7 @@ def test_results_from_before_bridges_are_still_known() -> None:
     full, bridged = (run.settings["variant"]["recipe"] for run in study.runs)
     assert not {"bridges", "heal", "adapters", "adapters_by_hop", "adapters_shared"} & full.keys()
     assert not {"distill", "distill_hidden"} & full.keys()
-    later = {"heal_rate", "heal_split", "heal_passes", "heal_epochs", "heal_fit"}
+    later = {"heal_rate", "heal_split", "heal_passes", "heal_epochs", "heal_fit", "heal_drawn"}
     assert not any(later & run.settings["variant"].keys() for run in study.runs)
     assert bridged["bridges"] == 8
 
@@ -295,6 +297,7 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
             heal_rate=2.0,
             heal_split=3,
             heal_passes=2,
+            heal_drawn=0.5,
         ),
         Variant("longer", longer, 4, tokens=600),  # the same iterations before
         Variant("fitted", recipe, 4, heal_fit=2),
