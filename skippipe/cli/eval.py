@@ -137,13 +137,13 @@ def evaluate(
         found = evaluated(staged, windows, selection, dtype, progress, wire=wire or "", replicas=replicas)
     from skippipe.inference.eval.tables import as_json as figures_of
 
-    header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "wire": wire, "seed": seed}
+    header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
     figures = json_text({**header, **figures_of(found)}) + "\n"
     if as_json:
         print(figures, end="")
     else:
         _print_perplexities(found)
-    title = f"Perplexity of {checkpoint}"
+    title = f"Perplexity of {checkpoint}" + (f", with codec {wire} between stages" if wire else "")
     if output:
         write_text(output, figures)
     if png:
