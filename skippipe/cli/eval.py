@@ -16,12 +16,12 @@ import typer
 from skippipe.cli.options import (
     Checkpoint,
     Cut,
-    Devices,
     Draws,
     Dtype,
     Json,
     JsonFile,
     Overwrite,
+    ReplicaDevices,
     ResidualScale,
     ResidualScaleOrBest,
     SeveralKeep,
@@ -80,16 +80,7 @@ def evaluate(
     ] = False,
     residual_scale: ResidualScaleOrBest = "plain",
     cut: Cut = None,
-    device: Annotated[
-        str,
-        work_option(
-            "cpu, cuda (all there are), cuda:N, or several that text is divided over: cuda:N-M, cpu:K. Layers of a "
-            "model that does not fit one of them are spread over as many as it takes.",
-            None,
-            "--device",
-            "--devices",
-        ),
-    ] = "cpu",
+    device: ReplicaDevices = "cpu",
     dtype: Dtype = "fp32",
     wire: Annotated[
         CodecId | None,
@@ -137,13 +128,13 @@ def evaluate(
         found = evaluated(staged, windows, selection, dtype, progress, wire=wire or "", replicas=replicas)
     from skippipe.inference.eval.tables import as_json as figures_of
 
-    header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "wire": wire, "seed": seed}
+    header = {"checkpoint": str(checkpoint), "device": device, "dtype": dtype, "seed": seed}
     figures = json_text({**header, **figures_of(found)}) + "\n"
     if as_json:
         print(figures, end="")
     else:
         _print_perplexities(found)
-    title = f"Perplexity of {checkpoint}"
+    title = f"Perplexity of {checkpoint}" + (f", with codec {wire} between stages" if wire else "")
     if output:
         write_text(output, figures)
     if png:
@@ -202,7 +193,7 @@ def score(
             "as the model's config says",
         ),
     ] = None,
-    device: Devices = "cpu",
+    device: ReplicaDevices = "cpu",
     output: JsonFile = None,
     write: Annotated[
         Path | None,
@@ -233,20 +224,20 @@ def score(
         check_empty(write, "--overwrite replaces what is written; or name another folder")
     check_draws(draws, keep, 1)
     from skippipe.data.questions import Prose
-    from skippipe.inference.checkpoint_loader import load
+    from skippipe.inference.checkpoint_loader import load_replicas
     from skippipe.lm_harness.adapter import SubsetLM
     from skippipe.lm_harness.adapter import score as scored
     from skippipe.lm_harness.tasks import build_tasks, parse_names, write_tasks
     from skippipe.stage_subset import parse_subsets
 
     built = build_tasks(parse_names(tasks), Prose.read(text), seed, limit)
-    staged = load(checkpoint, cut, device, context)
+    staged, *replicas = load_replicas(checkpoint, cut, device, context)
     subsets = parse_subsets(len(staged.stages), stages or (), keep or (), residual_scale, draws, seed)
     with TemporaryDirectory() as scratch, count_progress() as progress:
         folder = write or Path(scratch)
         write_tasks(built, folder)
         found = {
-            subset: scored(SubsetLM(staged, subset, partial(progress, subset.name)), built, folder)
+            subset: scored(SubsetLM(staged, subset, partial(progress, subset.name), replicas), built, folder)
             for subset in subsets
         }
     header = {"checkpoint": str(checkpoint), "text": text, "seed": seed, "layers": list(staged.layers)}

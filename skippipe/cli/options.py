@@ -134,6 +134,16 @@ Devices = Annotated[
         "--devices",
     ),
 ]
+ReplicaDevices = Annotated[
+    str,
+    work_option(
+        "cpu, cuda (all there are), cuda:N, or several that the work is divided over: cuda:N-M, cpu:K. Layers of a "
+        "model that does not fit one of them are spread over as many as it takes.",
+        None,
+        "--device",
+        "--devices",
+    ),
+]
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
 
 

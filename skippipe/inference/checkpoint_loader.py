@@ -98,10 +98,12 @@ def load(
     return _load(outline, lambda size: [inference_devices(device, size)], context)[0]
 
 
-def load_replicas(checkpoint: Path, cut: str | None = None, device: str = "cpu") -> list[StagedModel]:
-    """The same model once for each of several devices, or for each group of them that can hold it."""
+def load_replicas(
+    checkpoint: Path, cut: str | None = None, device: str = "cpu", context: int | None = None
+) -> list[StagedModel]:
+    """The same model once for each of several devices, or for each group of them that can hold it; else as `load`."""
     parse_devices(device)
-    return _load(read_outline(checkpoint, cut), lambda size: replica_devices(device, size))
+    return _load(read_outline(checkpoint, cut), lambda size: replica_devices(device, size), context)
 
 
 def _load(

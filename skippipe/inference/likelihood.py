@@ -2,14 +2,19 @@
 
 Rows of about the same length are computed together, padded at the end, where a causal model does not look. Logits are
 computed only at the positions that are scored.
+
+Where the model is on several devices, each takes the next batch when it is done with one, here and where perplexity is
+measured. Batches are the same ones as on one device, and their results are taken in order, so the numbers are the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import SimpleQueue
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +32,36 @@ PAD_TO = 8  # few different lengths: a stage keeps the masks of each
 
 CountProgress = Callable[[int, int], None]
 """Called with the number of requests that are done, and of all."""
+
+
+Model = TypeVar("Model")
+Batch = TypeVar("Batch")
+Output = TypeVar("Output")
+
+
+def over_replicas(
+    compute: Callable[[Model, Batch], Output], replicas: Sequence[Model], batches: Iterable[Batch]
+) -> Iterator[Output]:
+    """What is computed of each batch, in their order, by replicas side by side: each takes one batch at a time."""
+    if len(replicas) == 1:
+        yield from (compute(replicas[0], batch) for batch in batches)
+        return
+    idle: SimpleQueue[Model] = SimpleQueue()
+    for each in replicas:
+        idle.put(each)
+
+    def computed(batch: Batch) -> Output:
+        replica = idle.get()
+        try:
+            return compute(replica, batch)
+        finally:
+            idle.put(replica)
+
+    pool = ThreadPoolExecutor(len(replicas), "eval")
+    try:
+        yield from pool.map(computed, batches)
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interruption waits for the batches that have begun
 
 
 class LikelihoodRequest(NamedTuple):
@@ -50,6 +85,8 @@ class SubsetModel:
     staged: StagedModel
     subset: StageSubset
     batch_tokens: int = BATCH_TOKENS
+    replicas: Sequence[StagedModel] = ()
+    """The same model on other devices, which take batches of requests too."""
 
     def __post_init__(self) -> None:
         assert self.subset.total == len(self.staged.stages), "a subset of another model"
@@ -71,13 +108,18 @@ class SubsetModel:
     ) -> list[Likelihood]:
         """The likelihood of each request; a context that does not fit loses its beginning."""
         found: dict[int, Likelihood] = {}
-        for batch in likelihood_batches(requests, self.staged.context, self.staged.device, self.batch_tokens):
-            made = batch.likelihoods(*token_likelihoods(self.staged.stages[0], self.hidden(batch.inputs), batch))
+        models = [self, *(replace(self, staged=each, replicas=()) for each in self.replicas)]
+        batches = list(likelihood_batches(requests, self.staged.context, "cpu", self.batch_tokens))
+        for batch, made in zip(batches, over_replicas(SubsetModel._batch_likelihoods, models, batches), strict=True):
             if not all(math.isfinite(each.log) for each in made):
                 raise UserError(f"stages {self.subset.name} of the model compute values that are not finite")
             found |= zip(batch.requests, made, strict=True)
             progress(len(found), len(requests))
         return [found[index] for index in range(len(requests))]
+
+    def _batch_likelihoods(self, batch: LikelihoodBatch) -> list[Likelihood]:
+        here = batch.to(self.staged.device)
+        return here.likelihoods(*token_likelihoods(self.staged.stages[0], self.hidden(here.inputs), here))
 
     def most_likely(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """The likeliest next token of each row."""
@@ -92,7 +134,7 @@ class SubsetModel:
 
 
 class LikelihoodBatch(NamedTuple):
-    """Requests that are computed together; tensors are on the device of the model."""
+    """Requests that are computed together; tensors are on one device."""
 
     requests: list[int]
     """Their numbers."""
@@ -104,6 +146,10 @@ class LikelihoodBatch(NamedTuple):
     """The token that follows in the continuation, at each of these."""
     counts: list[int]
     """Tokens of each continuation."""
+
+    def to(self, device: str | torch.device) -> LikelihoodBatch:
+        tensors = {name: getattr(self, name).to(device) for name in ("inputs", "scored", "wanted")}
+        return self._replace(**tensors)
 
     def likelihoods(self, logs: Tensor, greedy: Tensor) -> list[Likelihood]:
         """From what `token_likelihoods` finds."""
@@ -127,9 +173,7 @@ def likelihood_batches(
             for place in range(len(row) - 1 - count, len(row) - 1)
         ]
         wanted = [token for row, count in zip(rows, counts, strict=True) for token in row[-count:]]
-        yield LikelihoodBatch(
-            batch, inputs.to(device), torch.tensor(scored).to(device), torch.tensor(wanted).to(device), counts
-        )
+        yield LikelihoodBatch(batch, inputs, torch.tensor(scored), torch.tensor(wanted), counts).to(device)
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ the other end.
 
 SIGINT and SIGTERM may reach the whole process group, by Ctrl-C or a scheduler: then the owner decides what they mean.
 SIGTERM to one node alone ends that node. A node cannot see whom else a signal was sent to, so fork servers that get
-SIGTERM write into a pipe, and a node that gets it ends unless that has happened or soon happens.
+SIGTERM write into a pipe, and a node that gets it ends unless that has happened or soon happens. It has a handler for
+that and blocks nothing, because processes that a node starts, as compilers do, would inherit a mask of signals.
 """
 
 from __future__ import annotations
@@ -408,11 +409,12 @@ def _end(nodes: set[int], wakeup_read: int) -> None:
 
 def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> int:
     """What the process of a node does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in all threads: one of them waits for it
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the fork server's handler is replaced
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server.close_in_child()
     os.close(server.group_signal[1])
+    arrived = _handle_sigterm()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     if not os.read(go_read, 1):  # the fork server is gone, and the owner may not know of this node
         return 1
     os.close(go_read)
@@ -421,7 +423,7 @@ def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) 
     os.dup2(log, 2)
     os.close(log)
     threading.Thread(target=_end_with_owner, args=(server.lifeline,), name="lifeline", daemon=True).start()
-    waits = threading.Thread(target=_end_if_meant, args=(server.group_signal[0],), name="sigterm", daemon=True)
+    waits = threading.Thread(target=_end_if_meant, args=(arrived, server.group_signal[0]), name="sigterm", daemon=True)
     waits.start()
     return server.process_main(config)
 
@@ -432,10 +434,27 @@ def _end_with_owner(lifeline: int) -> None:
     os._exit(1)
 
 
-def _end_if_meant(group_signal: int) -> None:
+def _handle_sigterm() -> int:
+    """The reading end of a pipe that has a byte for every SIGTERM that this process gets, at once, though its main
+    thread may compute for long. A program that it executes starts without handlers; a fork of it has none either."""
+    arrived, written = os.pipe()
+    os.set_blocking(written, False)
+    signal.set_wakeup_fd(written, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: None)
+    signal.siginterrupt(signal.SIGTERM, False)  # calls to the system that wait go on
+    os.register_at_fork(after_in_child=_default_sigterm)
+    return arrived
+
+
+def _default_sigterm() -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _end_if_meant(arrived: int, group_signal: int) -> None:
     """Ends this node when it gets SIGTERM, unless its fork servers get it too: then the owner decides."""
     while True:
-        signal.sigwait([signal.SIGTERM])
+        os.read(arrived, 1)
         if not _ready([group_signal], GROUP_S):
             print("this node got SIGTERM, and ends", file=sys.stderr, flush=True)
             os._exit(TERMINATED)

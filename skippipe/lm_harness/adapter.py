@@ -31,11 +31,16 @@ BOOTSTRAPS = 1000  # for the standard error of a perplexity
 
 class SubsetLM(_Language):  # type: ignore[misc]
     def __init__(
-        self, staged: StagedModel, subset: StageSubset, progress: CountProgress = lambda done, of: None
+        self,
+        staged: StagedModel,
+        subset: StageSubset,
+        progress: CountProgress = lambda done, of: None,
+        replicas: Sequence[StagedModel] = (),
     ) -> None:
-        """`progress` is called with the number of requests that are done."""
+        """`progress` is called with the number of requests that are done. `replicas` are the same model on other
+        devices, which take a part of the requests; text is generated on the first device alone."""
         super().__init__()
-        self.subset = SubsetModel(staged, subset)
+        self.subset = SubsetModel(staged, subset, replicas=replicas)
         self.tokenizer = staged.tokenizer
         self._staged = staged
         self._progress = progress

@@ -29,7 +29,7 @@ from skippipe.runtime.node.interfaces import PROFILING, BaseNode, NodeEnv, Role,
 from skippipe.runtime.state_source import StateSource
 from skippipe.toml_config import from_table
 from skippipe.transport.link_emulation import EmulatedLink
-from skippipe.transport.message import Message, ProbePiece
+from skippipe.transport.message import PING, PONG, Message, ProbePiece
 from skippipe.value_ranges import HEARTBEAT_S, THREADS, WAIT_S
 from skippipe.workload import Workload
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from skippipe.profiling.compute_bench import ComputeBench
     from skippipe.runtime.node.interfaces import JoinConfig
 
-PING, PONG = 0, 1  # the direction of a message that measures a link
 LATE = "a late answer"
 
 

@@ -207,7 +207,7 @@ class Computed(ControlMessage, frozen=True):
 
 
 class Probed(ControlMessage, frozen=True):
-    """Profiling: the answer to `Probe`."""
+    """The answer to `Probe`."""
 
     probe: Count
     samples: list[list[float]]
@@ -428,7 +428,7 @@ class EndSequences(ControlMessage, frozen=True):
 
 
 class Probe(ControlMessage, frozen=True):
-    """Profiling: measure the link to a peer."""
+    """Profiling: measure the link to a peer. Serving: send it one small message, and report the answer if it comes."""
 
     probe: Count
     peer: Count

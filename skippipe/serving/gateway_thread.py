@@ -22,6 +22,8 @@ from skippipe.runtime.messages import (
     Failed,
     Heartbeat,
     LinkDown,
+    Probe,
+    Probed,
     Ready,
     Sampled,
     StepFailed,
@@ -216,7 +218,9 @@ class GatewayThread:
             self._scheduler.link_broken(self._node_config.number[name], self._node_config.number[other])
 
     def _apart_changed(self, a: str, b: str, apart: bool) -> None:
-        change = self._scheduler.link_broken if apart and not self._rendezvous.relays else self._scheduler.link_mended
+        """Two nodes cannot call each other, or are to try again."""
+        without_relay = self._scheduler.link_broken if apart else self._scheduler.link_retried
+        change = self._scheduler.link_mended if self._rendezvous.relays else without_relay
         change(self._node_config.number[a], self._node_config.number[b])
 
     def _relays_changed(self) -> None:
@@ -246,6 +250,8 @@ class GatewayThread:
             case LinkDown() if control.peer in self._names:
                 self._events["broken_links"] += 1
                 self._scheduler.link_reported(node, control.peer)
+            case Probed() if control.samples:
+                self._scheduler.link_probed(control.probe, node)
             case Failed():
                 self._rendezvous.declare_lost(name, control.reason)
             case Heartbeat():
@@ -292,6 +298,9 @@ class GatewayThread:
     def close_route(self, route: ServingRoute) -> None:
         for node in route.path:
             self._rendezvous.send(self._names[node], EndSequences(route.number))
+
+    def probe_link(self, number: int, prober: int, peer: int) -> None:
+        self._rendezvous.send(self._names[prober], Probe(number, peer))
 
     def updated(self, sequence: SequenceState) -> None:
         callback = self._callbacks.get(sequence.number)

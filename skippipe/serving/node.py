@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from skippipe.codecs import CodecId
+from skippipe.codecs import CodecId, EncodedTensor
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
 from skippipe.json_fields import exists
@@ -22,6 +22,8 @@ from skippipe.runtime.messages import (
     ControlMessage,
     EndSequences,
     Hello,
+    Probe,
+    Probed,
     Ready,
     RunStep,
     Sampled,
@@ -42,7 +44,7 @@ from skippipe.serving.step_protocol import (
     parse_step,
 )
 from skippipe.toml_config import from_table
-from skippipe.transport.message import Message, StepHop
+from skippipe.transport.message import PING, PONG, Message, ProbePiece, StepHop
 from skippipe.value_ranges import HEARTBEAT_S, POSITIVE, THREADS
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_STEPS = 1024  # pending steps
+PROBE_BODY = EncodedTensor("fp32", (1,), bytes(4))
 MAX_EARLY, MAX_EARLY_BYTES = 256, 2**28  # tensors of each sender that are kept before their step is known
 
 
@@ -87,6 +90,8 @@ class ServingNode(BaseNode):
         self._pending: dict[tuple[int, int], StepInput] = {}
         """Step and position on its path → the step, until its tensor arrives."""
         self._early = EarlyMessages()
+        self._probes: dict[int, tuple[int, int]] = {}
+        """Peer → the probe of the link to it, until the answer comes, and when it was sent, in ns."""
         self._ready: deque[ServingWork] = deque()
         self._running: ServingWork | None = None
 
@@ -94,6 +99,7 @@ class ServingNode(BaseNode):
         """The greeting to a new gateway, which waits for none of the steps of the one before."""
         self._pending.clear()
         self._early.clear()
+        self._probes.clear()
         self._ready.clear()
         return Hello(address, version)
 
@@ -114,6 +120,8 @@ class ServingNode(BaseNode):
                     work for work in self._ready if isinstance(work, FreeSlots) or work.step.route != control.lane
                 )
                 self._ready = deque([*waiting, FreeSlots(control.lane)])
+            case Probe() if control.peer in range(len(self._info.stage_of)) and control.peer != self.number:
+                self._send_probe(control.peer, control.probe)
             case Stop():
                 self.stopped = control
             case _:
@@ -121,12 +129,37 @@ class ServingNode(BaseNode):
 
     def receive(self, sender: int, message: Message) -> None:
         header = message.header
-        if not isinstance(header, StepHop) or message.body is None:
+        if isinstance(header, ProbePiece):
+            self._receive_probe(sender, header)
+        elif not isinstance(header, StepHop) or message.body is None:
             self.drop(sender, message.kind.label)
         elif (key := (header.step, header.place)) in self._pending:
             self._take(key, sender, message.body)
         else:
             self._early.put(sender, key, message.body)
+
+    # Probes
+
+    def reconnected(self, peer: int) -> None:
+        """A probe that was on its way may be lost."""
+        if peer in self._probes:
+            self._send_probe(peer, self._probes[peer][0])
+
+    def _send_probe(self, peer: int, probe: int) -> None:
+        self._probes[peer] = probe, self._env.now_ns()
+        self._env.send(peer, Message(ProbePiece(probe, PING, 0), PROBE_BODY))
+
+    def _receive_probe(self, sender: int, header: ProbePiece) -> None:
+        """Answers a probe, or reports the answer to one."""
+        probe, sent_ns = self._probes.get(sender, (None, 0))
+        if header.direction == PING:
+            self._env.send(sender, Message(ProbePiece(header.probe, PONG, header.step), PROBE_BODY))
+        elif header.probe == probe:
+            del self._probes[sender]
+            took_s = (self._env.now_ns() - sent_ns) / 1e9
+            self._env.send_control(Probed(header.probe, [[float(PROBE_BODY.nbytes), took_s]]))
+        else:
+            self.drop(sender, "an answer to no probe")
 
     # Work
 

@@ -58,6 +58,10 @@ class ServingRoute:
     """Number of the step in flight."""
     step_began_ns: int = 0
 
+    @property
+    def links(self) -> set[frozenset[int]]:
+        return links(self.path)
+
     def free_slot(self) -> int:
         """The lowest free slot: caches stay dense."""
         return next(slot for slot in range(len(self.slots) + 1) if slot not in self.slots)
@@ -136,41 +140,72 @@ def links(path: Sequence[int]) -> set[frozenset[int]]:
     return {frozenset(pair) for pair in circle(path) if pair[0] != pair[1]}
 
 
+class LinkProbe(NamedTuple):
+    """A small message to the other end of a link and back, which shows that it works."""
+
+    number: int
+    prober: int
+    peer: int
+
+
 @dataclass
 class LinkStates:
-    """Links that do not work, and links on which steps were lost: routes avoid them."""
+    """Links that do not work, and links on which steps were lost: routes avoid them. A broken link is used again when a
+    probe of it has come through, so no request waits to find out that it is broken still."""
 
     cost: RouteCost
     """Of links that work."""
     _broken: dict[frozenset[int], float] = field(default_factory=dict)
-    """Link → when it is tried again, on the scheduler's clock; infinite: when something has changed."""
+    """Link → when it is probed next, on the scheduler's clock; infinite: when something has changed."""
     _wait_s: dict[frozenset[int], float] = field(default_factory=dict)
-    """Link that nodes have reported → how long it was or is not to be tried."""
+    """Link that nodes have reported → how long it was or is not to be probed."""
+    _probes: dict[frozenset[int], LinkProbe] = field(default_factory=dict)
+    """Broken link → its newest probe."""
+    _num_probes: int = 0
     _lost_steps: Counter[frozenset[int]] = field(default_factory=Counter)
     """Link → how many steps in a row were lost on routes over it."""
 
     def retry_ns(self, a: int, b: int, now_ns: int) -> float | None:
-        """When a link that is reported now is to be tried again, after a wait that grows; None: it is known."""
+        """When a link that is reported now is to be probed, after a wait that grows; None: it is known."""
         link = frozenset((a, b))
-        if link in self._broken:
-            return None
+        return None if link in self._broken else self._next_probe_ns(link, now_ns)
+
+    def _next_probe_ns(self, link: frozenset[int], now_ns: int) -> float:
         self._wait_s[link] = min(2 * self._wait_s.get(link, APART_S[0] / 2), APART_S[1])
         return now_ns + 1e9 * self._wait_s[link]
 
-    def broken(self, a: int, b: int, until_ns: float) -> None:
-        self._broken[frozenset((a, b))] = until_ns
+    def broken(self, a: int, b: int, probe_ns: float) -> None:
+        """`probe_ns` is when the link is to be probed; that an earlier probe comes through no longer counts."""
+        self._broken[frozenset((a, b))] = probe_ns
+        self._probes.pop(frozenset((a, b)), None)
 
     def mended(self, a: int, b: int) -> None:
         self._broken.pop(frozenset((a, b)), None)
+        self._probes.pop(frozenset((a, b)), None)
 
-    def due(self, now_ns: int) -> list[frozenset[int]]:
-        """Broken links that are to be tried again."""
-        return [link for link, until_ns in self._broken.items() if now_ns >= until_ns]
+    def retry(self, a: int, b: int) -> None:
+        """A link is to be probed at once, if it is broken."""
+        if frozenset((a, b)) in self._broken:
+            self.broken(a, b, 0.0)
+
+    def due_probes(self, now_ns: int) -> list[LinkProbe]:
+        """Probes to send now. As long as none comes through, a link is probed again and again."""
+        due = [link for link, probe_ns in self._broken.items() if now_ns >= probe_ns]
+        for link in due:
+            self._broken[link] = self._next_probe_ns(link, now_ns)
+            self._num_probes += 1
+            self._probes[link] = LinkProbe(self._num_probes, *sorted(link))
+        return [self._probes[link] for link in due]
+
+    def probed(self, number: int, node: int) -> LinkProbe | None:
+        """The probe that a node reports to have come through, if it is the newest of a link that is still broken."""
+        return next((each for each in self._probes.values() if (each.number, each.prober) == (number, node)), None)
 
     def node_joined(self, node: int) -> None:
         """A node that comes again may be elsewhere: its links may work."""
         self._broken = {link: until_ns for link, until_ns in self._broken.items() if node not in link}
         self._wait_s = {link: wait_s for link, wait_s in self._wait_s.items() if node not in link}
+        self._probes = {link: probe for link, probe in self._probes.items() if node not in link}
 
     def step_done(self, path: Sequence[int]) -> None:
         for link in links(path):

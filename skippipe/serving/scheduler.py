@@ -21,16 +21,7 @@ from math import inf
 from typing import Protocol
 
 from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
-from skippipe.serving.routing import (
-    LinkStates,
-    Reach,
-    RouteCost,
-    ServingRoute,
-    UniformCost,
-    fastest_route,
-    links,
-    reach_of,
-)
+from skippipe.serving.routing import LinkStates, Reach, RouteCost, ServingRoute, UniformCost, fastest_route, reach_of
 
 MAX_FAILED_STEPS = 3  # steps of a sequence that nodes may report as failed
 
@@ -148,6 +139,9 @@ class SchedulerEnv(Protocol):
     def close_route(self, route: ServingRoute) -> None:
         """Let the nodes of a route free its KV caches."""
 
+    def probe_link(self, number: int, prober: int, peer: int) -> None:
+        """Let a node find out whether its link to another works again."""
+
     def updated(self, sequence: SequenceState) -> None:
         """A sequence has another token, or has finished."""
 
@@ -215,9 +209,7 @@ class Scheduler:
         if len(self._waiting) >= self.settings.max_waiting:
             raise EngineFull(f"{len(self._waiting)} requests wait already")
         if request.max_length > self.settings.cache_tokens:
-            raise EngineFull(
-                f"{request.max_length} tokens are more than caches have room for, {self.settings.cache_tokens}"
-            )
+            raise EngineFull(f"{request.max_length} tokens are more than caches hold, {self.settings.cache_tokens}")
         sequence = SequenceState(self._next("sequence"), request, waiting_since_ns=self.env.now_ns())
         self.sequences[sequence.number] = sequence
         self._waiting.append(sequence)
@@ -256,16 +248,15 @@ class Scheduler:
         self._schedule()
 
     def link_reported(self, a: int, b: int) -> None:
-        """A node reports that it does not reach another, perhaps for a moment: they try again after a growing wait."""
-        retry_ns = self._links.retry_ns(a, b, self.env.now_ns())
-        if retry_ns is not None:
-            self.link_broken(a, b, retry_ns)
+        """A node reports that it does not reach another, perhaps for a moment: the link is probed after a while."""
+        if (probe_ns := self._links.retry_ns(a, b, self.env.now_ns())) is not None:
+            self.link_broken(a, b, probe_ns)
 
-    def link_broken(self, a: int, b: int, until_ns: float = inf) -> None:
-        """Two live nodes cannot reach each other."""
-        self._links.broken(a, b, until_ns)
+    def link_broken(self, a: int, b: int, probe_ns: float = inf) -> None:
+        """Two live nodes cannot reach each other; the link is probed at this time, if nothing has changed till then."""
+        self._links.broken(a, b, probe_ns)
         self._reach = None
-        for route in [each for each in self._routes.values() if {a, b} in links(each.path)]:
+        for route in [each for each in self._routes.values() if {a, b} in each.links]:
             self._abandon(route)
         self._schedule()
 
@@ -274,6 +265,15 @@ class Scheduler:
         self._links.mended(a, b)
         self._reach = None
         self._schedule()
+
+    def link_retried(self, a: int, b: int) -> None:
+        """Two nodes that could not reach each other are to try again: with a probe, before any request does."""
+        self._links.retry(a, b)
+
+    def link_probed(self, number: int, node: int) -> None:
+        """A node reports that a probe of its link has come through."""
+        if (probe := self._links.probed(number, node)) is not None:
+            self.link_mended(probe.prober, probe.peer)
 
     def sampled(self, number: int, tokens: Sequence[int], node: int, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """A node reports the tokens of a step, one for every row; ValueError if its report cannot be true."""
@@ -321,8 +321,8 @@ class Scheduler:
         now_ns = self.env.now_ns()
         if self._startup_until_ns is not None and now_ns >= self._startup_until_ns:
             self._startup_until_ns = None
-        for a, b in self._links.due(now_ns):
-            self.link_mended(a, b)
+        for probe in self._links.due_probes(now_ns):
+            self.env.probe_link(*probe)
         late_ns = now_ns - _ns(self.settings.step_timeout)
         for route in [each for each in self._routes.values() if each.step is not None and each.step_began_ns < late_ns]:
             self._links.step_lost(route.path)

@@ -188,15 +188,18 @@ class ValidationHop(Header):
     """As in `Hop`."""
 
 
+PING, PONG = 0, 1
+
+
 @dataclass(frozen=True, slots=True)
 class ProbePiece(Header):
-    """Bytes that measure a link."""
+    """Bytes that measure a link, or show that it works."""
 
     kind = MessageKind.PROBE_PIECE
     layout = struct.Struct("<QIIQ")
     probe: int
     direction: int
-    """0 from the node that measures, 1 for the answer."""
+    """PING from the node that measures, PONG for the answer."""
     step: int
     answer_bytes: int = 0
     """The size of the answer that the node that measures wants; 0: the smallest there is."""

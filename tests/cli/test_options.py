@@ -259,7 +259,7 @@ def run(
             monkeypatch.setattr(GenerationEngine, "run", generated)
         if name == "score":
             harness: Any = ModuleType("adapter")
-            harness.SubsetLM = lambda staged, subset, progress: record("SubsetLM")(
+            harness.SubsetLM = lambda staged, subset, progress, replicas: record("SubsetLM")(
                 subset, staged.layers, staged.context
             )
             harness.score = lambda model, tasks, folder: record("score")([vars(each) for each in tasks]) or {}

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from skippipe.checkpoint.format import Checkpoints, Manifest, StageWriter
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.data.tokenizer import train_bpe
 from skippipe.inference.cached_stage import logits
-from skippipe.inference.checkpoint_loader import StagedModel
+from skippipe.inference.checkpoint_loader import StagedModel, load_replicas
 from skippipe.inference.eval.perplexity import Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.flat_params import layout_of_stage
@@ -78,3 +81,20 @@ def plainly(logits: torch.Tensor, tokens: Sequence[int]) -> tuple[float, bool]:
     """How likely the tokens are, one for each row of logits."""
     chances, wanted = logits[-len(tokens) :].log_softmax(-1), torch.tensor(tokens)
     return float(chances.gather(-1, wanted[:, None]).sum()), bool((chances.argmax(-1) == wanted).all())
+
+
+def replicas_that_begin_together(folder: Path, cut: str | None, monkeypatch: pytest.MonkeyPatch) -> list[StagedModel]:
+    """A model on three workers, none of which goes on before all have begun."""
+    found = load_replicas(folder, cut, "cpu:3")
+    begun: set[int] = set()
+    all_begun = threading.Barrier(len(found), timeout=60)
+    embed = StageModel.embed
+
+    def embed_together(ends: StageModel, tokens: Tensor) -> Tensor:
+        if len(begun) < len(found) and id(ends) not in begun and threading.current_thread().name.startswith("eval"):
+            begun.add(id(ends))
+            all_begun.wait()
+        return embed(ends, tokens)
+
+    monkeypatch.setattr(StageModel, "embed", embed_together)
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from skippipe.codecs import CODECS
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
-from skippipe.inference.checkpoint_loader import StagedModel, load, load_replicas
+from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.inference.eval.evaluate import (
     Evaluation,
     ResidualScaling,
@@ -35,9 +34,8 @@ from skippipe.inference.eval.plots import EXACT, MEAN, ORDER, PlotPanel, PlotPoi
 from skippipe.inference.eval.tables import as_json, notes, number, tables
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.model import spread_layers
-from skippipe.model.stage import StageModel
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
-from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, subset
+from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, replicas_that_begin_together, subset
 from tests.helpers.quick import MOST_FAMILIES_SLOW
 
 torch.set_num_threads(1)
@@ -145,20 +143,7 @@ def test_batches_do_not_matter_nor_does_the_order(staged: StagedModel, windows: 
 
 @pytest.fixture
 def replicas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[StagedModel]:
-    """On three workers, none of which goes on before all have begun."""
-    found = load_replicas(folder, "5", "cpu:3")
-    begun: set[int] = set()
-    all_begun = threading.Barrier(len(found), timeout=60)
-    embed = StageModel.embed
-
-    def embed_together(ends: StageModel, tokens: Tensor) -> Tensor:
-        if len(begun) < len(found) and id(ends) not in begun and threading.current_thread().name.startswith("eval"):
-            begun.add(id(ends))
-            all_begun.wait()
-        return embed(ends, tokens)
-
-    monkeypatch.setattr(StageModel, "embed", embed_together)
-    return found
+    return replicas_that_begin_together(folder, "5", monkeypatch)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16

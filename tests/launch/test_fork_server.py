@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,18 @@ def misbehave(told: dict[str, Any]) -> int:
         print("staying", flush=True)
         while True:
             signal.pause()
+    if what == "start others":
+        forked = os.fork()
+        if forked == 0:
+            time.sleep(60)
+            os._exit(0)
+        asks = "from signal import *; print(pthread_sigmask(SIG_BLOCK, []), getsignal(SIGTERM).name)"
+        print(subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True).stdout, end="")
+        with subprocess.Popen(["sleep", "60"]) as started:
+            for pid in (started.pid, forked):
+                os.kill(pid, signal.SIGTERM)
+            print("ended:", started.wait(RUN_END_S), os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), flush=True)
+        return misbehave({"what": "stay"})
     return int(what)
 
 
@@ -93,6 +106,26 @@ def lose_fork_servers(folder: Path) -> None:
         return
     while True:
         time.sleep(RUN_END_S)
+
+
+def start_others(folder: Path) -> None:
+    pool, log = ProcessPool(misbehave, folder / "logs"), folder / "logs" / "a.log"
+    pool.start("a", {"what": "start others"})
+    look_until(pool, lambda: log.exists() and "staying" in log.read_text())
+    os.kill(pool.pids["a"], signal.SIGTERM)
+    look_until(pool, lambda: pool.ended)
+    assert pool.ended == {"a": 143}, "its own signal still ends it"
+    pool.close()
+    (folder / "found").write_text(log.read_text())
+
+
+def test_processes_that_a_node_starts_get_signals_as_any_other_process(tmp_path: Path) -> None:
+    with owner(start_others, tmp_path) as process:
+        process.join(RUN_END_S)
+        assert process.exitcode == 0
+    lines = (tmp_path / "found").read_text().splitlines()
+    assert lines[1:3] == ["set() SIG_DFL", "ended: -15 -15"]
+    assert lines.count("this node got SIGTERM, and ends") == 1
 
 
 def get_sigterm(folder: Path) -> None:

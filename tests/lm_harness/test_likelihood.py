@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,11 +16,18 @@ from skippipe.cli import main
 from skippipe.cli.eval import ENVIRONMENT
 from skippipe.data.questions import QUESTION_KINDS, Prose, sentences_of
 from skippipe.errors import UserError
-from skippipe.inference.checkpoint_loader import exported_layers, load, locate_checkpoint
+from skippipe.inference.checkpoint_loader import StagedModel, exported_layers, load, locate_checkpoint
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.tasks import HarnessTask, build_tasks, parse_names, write_tasks
 from skippipe.stage_subset import StageSubset, parse_subsets
-from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, plainly
+from tests.helpers.model_folders import (
+    LAYERS,
+    TOKENIZER,
+    checkpoint_in,
+    export_to,
+    plainly,
+    replicas_that_begin_together,
+)
 from tests.helpers.quick import MOST_FAMILIES_SLOW
 
 torch.set_num_threads(1)
@@ -312,6 +320,39 @@ def test_long_contexts_lose_their_beginning(folder: Path) -> None:
 def test_values_that_are_not_finite(folder: Path) -> None:
     with pytest.raises(UserError, match="stages 0,1 ×1e\\+38 of the model compute values that are not finite"):
         SubsetModel(load(folder), StageSubset((0, 1), 3, 1e38)).likelihoods(asked())
+
+
+def test_several_devices_change_no_bit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = SubsetModel(load(folder), StageSubset((0, 2), 3, 1.7), batch_tokens=64).likelihoods(asked())
+    first, *others = replicas_that_begin_together(folder, None, monkeypatch)
+    calls: list[tuple[int, int]] = []
+    several = SubsetModel(first, StageSubset((0, 2), 3, 1.7), batch_tokens=64, replicas=others)
+    assert several.likelihoods(asked(), lambda *said: calls.append(said)) == alone
+    assert calls == sorted(calls), "batches are taken in their order"
+    assert calls[-1] == (12, 12)
+
+
+def test_the_command_divides_requests_over_devices(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "1")
+    used: list[tuple[int, set[int]]] = []
+
+    def model_of(staged: StagedModel, _subset: object, _progress: object, replicas: list[StagedModel]) -> None:
+        models = [staged, *replicas]
+        used.append((len({id(each) for each in models}), {each.context for each in models}))
+
+    adapter = ModuleType("skippipe.lm_harness.adapter")  # in place of the harness
+    adapter.SubsetLM = model_of  # type: ignore[attr-defined]
+    adapter.score = lambda _model, tasks, _folder: {task.name: [] for task in tasks}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, adapter.__name__, adapter)
+    words = [str(folder), "--text", "classics-val", "--limit", "2", "--context", "48", "--device", "cpu:3", "--json"]
+    monkeypatch.setattr(sys, "argv", ["skippipe", "score", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert (end.value.code, used) == (0, [(3, {48})])
+    assert json.loads(capsys.readouterr().out)["layers"] == list(LAYERS)
 
 
 def test_the_most_likely_token(folder: Path) -> None:

@@ -257,3 +257,11 @@ def test_the_command(
     for name, found in scores["parts"][1]["tasks"].items():
         assert found["questions"] == 6
         assert [Score(**each) for each in found["scores"]] == again[name]
+
+
+def test_several_devices_change_no_score(
+    folder: Path, staged: StagedModel, tasks: list[HarnessTask], questions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = score(SubsetLM(staged, PART), tasks, questions)
+    first, *others = model_folders.replicas_that_begin_together(folder, None, monkeypatch)
+    assert score(SubsetLM(first, PART, replicas=others), tasks, questions) == alone

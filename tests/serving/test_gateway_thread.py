@@ -20,6 +20,8 @@ from skippipe.runtime.messages import (
     Heartbeat,
     Hello,
     LinkDown,
+    Probe,
+    Probed,
     Ready,
     RunStep,
     Sampled,
@@ -186,6 +188,24 @@ def test_a_stage_that_is_held_but_not_reached_is_left_out(cluster: Cluster) -> N
     cluster.until(lambda: gateway.covered_stages == 2 and not (gateway.broken_hops or gateway.missing))
     cluster.ask()
     assert cluster.peers["cem"].hears(RunStep).path == [2, 1]
+
+
+def test_nodes_that_are_to_try_again_do_so_with_a_probe_before_any_request_does(cluster: Cluster) -> None:
+    cluster.join("ann", "bob")
+    gateway, ann, bob = cluster.gateway, cluster.peers["ann"], cluster.peers["bob"]
+    for apart in (True, False):
+        gateway._call(lambda apart=apart: gateway._apart_changed("bob", "ann", apart))  # type: ignore[misc]
+    probe = ann.hears(Probe)
+    assert probe.peer == 1
+    bob.say(Probed(probe.probe, [[4.0, 0.1]]))  # it was not asked
+    ann.say(Probed(probe.probe, []))
+    cluster.ask()
+    assert ann.hears(RunStep).path == [0], "nothing has come through"
+    ann.say(Probed(probe.probe, [[4.0, 0.1]]))
+    cluster.until(lambda: gateway.covered_stages == 2 and not gateway.broken_hops)
+    cluster.ask()
+    while ann.hears(RunStep).path == [0]:  # a step of the first request
+        pass
 
 
 def test_a_step_of_another_is_not_for_everybody_to_answer(cluster: Cluster) -> None:

@@ -19,12 +19,14 @@ from skippipe.runtime.messages import (
     COORDINATOR,
     ControlMessage,
     EndSequences,
+    Probe,
+    Probed,
     Ready,
     RunStep,
     Sampled,
     StepFailed,
 )
-from skippipe.serving.node import MAX_EARLY, EarlyMessages, ServingNode
+from skippipe.serving.node import MAX_EARLY, PROBE_BODY, EarlyMessages, ServingNode
 from skippipe.serving.routing import ServingRoute
 from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
 from skippipe.serving.step_protocol import (
@@ -38,7 +40,7 @@ from skippipe.serving.step_protocol import (
     StepRefused,
     step_messages,
 )
-from skippipe.transport.message import GradientPiece, Message, StepHop
+from skippipe.transport.message import PONG, GradientPiece, Message, ProbePiece, StepHop
 from tests.helpers.echo_engine import PLACES, VOCABULARY, expected_tokens, next_token
 
 STAGE_OF = {node: stage for stage, nodes in PLACES.items() for node in nodes}
@@ -178,6 +180,8 @@ class World:
                 case StepFailed():
                     self.step_failed.append(control)
                     self.scheduler.step_failed(control.step, place.number)
+                case Probed():
+                    self.scheduler.link_probed(control.probe, place.number)
                 case _:
                     raise AssertionError(control)
 
@@ -196,11 +200,14 @@ class World:
         for node in route.path:
             self._tell(node, EndSequences(route.number))
 
+    def probe_link(self, number: int, prober: int, peer: int) -> None:
+        self._tell(prober, Probe(number, peer))
+
     def updated(self, sequence: SequenceState) -> None:
         if sequence.finish_reason is not None:
             self.over.append(sequence)
 
-    def _tell(self, node: int, control: RunStep | EndSequences) -> None:
+    def _tell(self, node: int, control: RunStep | EndSequences | Probe) -> None:
         heard = from_json(to_json(control))
         there = self.places[node]
 
@@ -372,3 +379,24 @@ def test_whoever_sends_what_is_of_no_use_is_named() -> None:
     assert sequence.finish_reason is FinishReason.FAILED
     assert len(world.step_failed) == 3
     assert {STAGE_OF[control.node] for control in world.step_failed} == {1}
+
+
+def test_a_probe_and_its_answer_show_that_a_link_works() -> None:
+    world = World(0, ServingSettings())
+    world.run(lambda: len(world.scheduler.stage_of) == len(STAGE_OF))
+    asked, sent = world.places[2].node, world.between
+    world.between = lambda *_message: None  # type: ignore[method-assign]
+    world.scheduler.link_broken(4, 2, world.clock_ns)
+    world.run(lambda: 4 in asked._probes)
+    world.at(5, lambda: None)
+    world.run(lambda: world.clock_ns > 5e9)
+    assert world.scheduler._links.hop_s(2, 4) == float("inf"), "nothing has come through"
+    world.between = sent  # type: ignore[method-assign]
+    asked.reconnected(4)
+    world.run(lambda: world.scheduler._links.hop_s(2, 4) == 1)
+    assert not asked._probes
+    asked.reconnected(4)  # with no probe on its way
+    for peer in (2, 99):
+        asked.handle_control(Probe(7, peer))
+    asked.receive(4, Message(ProbePiece(1, PONG, 0), PROBE_BODY))
+    assert {what for _, what in asked.dropped} == {"Probe", "an answer to no probe"}

@@ -53,6 +53,8 @@ class World:
         self.cut: set[frozenset[int]] = set()
         self.updates: list[SequenceState] = []
         self.closed: set[int] = set()
+        self.probes: list[float] = []
+        """When links were probed, in seconds."""
         self.steps: list[ServingStep] = []
         self._events: list[tuple[int, int, Callable[[], None]]] = []
         self._order = count()
@@ -92,6 +94,11 @@ class World:
         self.closed.add(route.number)
         for key in [key for key in self.caches if key[1] == route.number]:
             del self.caches[key]
+
+    def probe_link(self, number: int, prober: int, peer: int) -> None:
+        self.probes.append(self.clock_ns / 1e9)
+        if {prober, peer} <= self.alive and {prober, peer} not in self.cut:
+            self.at(0.1, lambda: self.scheduler.link_probed(number, prober))
 
     def updated(self, sequence: SequenceState) -> None:
         self.updates.append(sequence)
@@ -175,29 +182,31 @@ def test_answers_are_right_whichever_nodes_are_lost(seed: int) -> None:
     assert not world.caches, "nothing is kept for nobody"
 
 
-def test_a_link_that_nodes_report_is_tried_again_after_a_while_that_grows() -> None:
-    world = World(0)
+def test_a_link_that_stays_broken_is_probed_and_no_request_goes_over_it() -> None:
+    """All links between stages 1 and 2 are cut; there is a request every ten seconds."""
+    world = World(0, ServingSettings(grace=timedelta(0)))
     scheduler = world.scheduler
+    pairs = list(product(*(scheduler.holders[stage] for stage in (1, 2))))
+    world.cut.update(frozenset(pair) for pair in pairs)
 
-    def look(after_s: float) -> Reach:
-        world.clock_ns += int(after_s * 1e9)
-        scheduler.tick()
-        return scheduler.reach
+    def ask_until(until_s: float) -> set[int]:
+        asked = []
+        while world.clock_ns < until_s * 1e9:
+            asked.append(scheduler.submit(SequenceRequest((1, 2), 3)))
+            world.run(until_s)
+            world.at(10, lambda: None)
+            world.run(until_s)
+        return {each.num_stages for each in asked}
 
-    def report() -> None:
-        for a, b in product(*(scheduler.holders[stage] for stage in (1, 2))):
-            scheduler.link_reported(a, b)
-
-    whole = Reach((0, 1, 2, 3))
-    assert look(0) == whole
-    for wait_s in (60, 120, 240):
-        report()
-        assert look(wait_s - 1) == Reach((0, 1, 3), ((1, 2),))
-        report()  # a second report of the same
-        assert look(2) == whole
-    report()
-    scheduler.node_joined(scheduler.holders[1][0], 1)
-    assert scheduler.reach == whole, "a node that comes again may be elsewhere"
+    for a, b in 2 * pairs:  # a second report of the same is not counted
+        scheduler.link_reported(a, b)
+    assert ask_until(500) == {3}
+    assert not any(world.cut & links(step.route.path) for step in world.steps), "requests found out that it is broken"
+    assert sorted({round(at_s, -1) for at_s in world.probes}) == [60, 180, 420], "after a while that grows"
+    world.cut.clear()
+    assert ask_until(890) == {3}, "no probe has come through yet"
+    assert ask_until(920) == {3, 4}
+    assert scheduler.reach == Reach((0, 1, 2, 3))
 
 
 @pytest.mark.parametrize("grace_s", [0, 8])
@@ -219,10 +228,11 @@ def test_a_stage_that_cannot_be_reached_is_done_without_until_it_can(grace_s: fl
     assert scheduler.reach == Reach((0, 1, 2), ((2, 3), (3, 0)))
 
     world.at(61, lambda: None)
-    world.run()
+    while world._events:
+        world.run()
     whole = scheduler.submit(SequenceRequest((5,), 3))
     world.run()
-    assert (whole.num_stages, whole.missing) == (4, set()), "its links were tried again"
+    assert (whole.num_stages, whole.missing) == (4, set()), "its links were probed, and work"
     assert not scheduler.missing
     assert scheduler.coverage == 1
 

@@ -152,6 +152,8 @@ class Evaluation:
     """The greedy order in which stages are left out, if ablation was selected."""
     ablation: bool
     interrupted: bool
+    wire: str = ""
+    """Codec of hidden states between stages; empty: none."""
 
     @property
     def whole(self) -> StageSubset:
@@ -265,6 +267,7 @@ def evaluate(
         order=order,
         ablation=selection.ablation,
         interrupted=interrupted,
+        wire=wire,
     )
 
 

@@ -8,19 +8,17 @@ Subsets that begin alike share that work: they are walked as a prefix tree, dept
 while there are subsets that go on from it. So all 2^(S−1) subsets of S stages take as many visits of a stage, instead
 of (S+1)·2^(S−2). What is shared is computed as for one subset alone: the numbers are the same to the last bit.
 
-Where the model is on several devices, each takes the next batch of windows when it is done with one. Losses are added
-in the order of the batches, so the numbers do not depend on how many devices there are.
+Where the model is on several devices, each takes the next batch of windows when it is done with one (`over_replicas`).
+Losses are added in the order of the batches, so the numbers do not depend on how many devices there are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -37,7 +35,7 @@ from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import DtypeName, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.likelihood import BATCH_TOKENS, HEAD_ROWS, CountProgress
+from skippipe.inference.likelihood import BATCH_TOKENS, HEAD_ROWS, CountProgress, over_replicas
 from skippipe.json_fields import exists
 from skippipe.plan import Plan
 from skippipe.stage_subset import Hop, StageSubset, Visits, residual_scale_of
@@ -167,8 +165,6 @@ def prefix_tree(subsets: Iterable[StageSubset], *, stand_ins: bool) -> PrefixTre
     return root
 
 
-Batch = tuple[Windows, Sequence[int]]
-"""A text, and the numbers of some of its windows."""
 Means = Mapping[StageSubset, float]
 """The mean losses of subsets on a batch."""
 
@@ -266,32 +262,14 @@ class PerplexityMeter:
                 report = partial(self._report, done * len(missing), of)
                 self._add(text, len(numbers), losses.means(tree, missing, text, numbers, report))
             return
-        measured = self._in_parallel(lambda losses, batch: losses.means(tree, missing, *batch), batches)
+        replicas = [BatchLosses(each, self.dtype, self.wire) for each in (self.staged, *self.replicas)]
+        measured = over_replicas(lambda losses, batch: losses.means(tree, missing, *batch), replicas, batches)
         for done, ((text, numbers), means) in enumerate(zip(batches, measured, strict=True), 1):
             self._add(text, len(numbers), means)
             self.progress(done * len(missing), of)
 
     def _report(self, before: int, of: int, count: int) -> None:
         self.progress(before + count, of)
-
-    def _in_parallel(self, measure: Callable[[BatchLosses, Batch], Means], batches: Sequence[Batch]) -> Iterator[Means]:
-        """What is measured on each batch, in their order, by all devices side by side."""
-        idle: SimpleQueue[BatchLosses] = SimpleQueue()
-        for each in (self.staged, *self.replicas):
-            idle.put(BatchLosses(each, self.dtype, self.wire))
-
-        def measured(batch: Batch) -> Means:
-            losses = idle.get()
-            try:
-                return measure(losses, batch)
-            finally:
-                idle.put(losses)
-
-        pool = ThreadPoolExecutor(1 + len(self.replicas), "eval")
-        try:
-            yield from pool.map(measured, batches)
-        finally:
-            pool.shutdown(cancel_futures=True)  # an interruption waits for the batches that have begun
 
     def _add(self, text: Windows, windows: int, means: Mapping[StageSubset, float]) -> None:
         """Adds all losses at once: an interruption must not leave subsets measured on different windows."""

@@ -84,6 +84,8 @@ def notes(evaluation: Evaluation) -> list[str]:
         begun = f"{done.tokens:,} of " if done and done.tokens < text.tokens else "" if done else "none of "
         where = f"spread over its {len(text.ids):,}, in windows of {text.length:,}"
         found.append(f"{text.text}: {begun}{text.tokens:,} tokens, {where}")
+    if evaluation.wire:
+        found.append(f"hidden states between stages: codec {evaluation.wire}")
     exponents = evaluation.scaling.exponents
     if exponents:
         took = ", ".join(f"{exponent:g} for {kept}" for kept, exponent in sorted(exponents.items(), reverse=True))
@@ -108,6 +110,7 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
         "complete": not evaluation.interrupted,
         "layers": list(evaluation.layers),
         "parameters": list(evaluation.parameters),
+        "wire": evaluation.wire or None,
         "drive": evaluation.scaling.mode,
         **({"exponents": dict(evaluation.scaling.exponents)} if evaluation.scaling.mode == BEST else {}),
         "texts": [
