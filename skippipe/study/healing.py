@@ -239,7 +239,7 @@ def redrawn(engine: Engine, inputs: Tensor, labels: Tensor, share: float, seed: 
     hidden = engine.hidden_of(inputs, tuple(range(len(engine.stages))), 1.0)
     chosen = torch.rand(labels.shape, generator=generator, device=labels.device) < share
     labels = labels.clone()
-    for rows in chosen.nonzero().split(DRAWN_AT_ONCE):  # a few at a time: vocabularies may be large
+    for rows in torch.split(chosen.nonzero(), DRAWN_AT_ONCE):  # a few at a time: vocabularies may be large
         at = rows.unbind(1)
         shares = head(norm(hidden[at])).float().softmax(-1)
         labels[at] = torch.multinomial(shares, 1, generator=generator).squeeze(-1)

@@ -75,7 +75,8 @@ def test_a_text_that_comes_again_is_partly_drawn_from_the_whole_model(tmp_path: 
     inputs, labels = rows[:, :-1], rows[:, 1:]
     stage = engine.stages[0]
     assert stage.norm is not None and stage.head is not None
-    stage.norm.weight.data *= 1e6  # sure of what comes next
+    for weight in stage.norm.parameters():
+        weight.data *= 1e6  # sure of what comes next
     likeliest = stage.head(stage.norm(engine.hidden_of(inputs, (0, 1, 2), 1.0))).argmax(-1)
     new_inputs, new_labels = redrawn(engine, inputs, labels, 0.5, (0, 1))
     assert torch.equal(new_inputs[:, 1:], new_labels[:, :-1]) and torch.equal(new_inputs[:, 0], inputs[:, 0])
