@@ -15,11 +15,13 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import os
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -49,6 +51,13 @@ from skippipe.workload import Workload
 Clock = Callable[[], float]
 RunProgress = Callable[[str, float, str], None]
 """Called with the name of a run, the share of it that is done, and its loss in words."""
+
+WAIT_S = 2.0
+"""Between two looks for weights that other processes are training."""
+
+
+class _WeightsInTraining(Exception):
+    """Another process trains the weights with which this run's healing begins."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,10 @@ class Runner:
         time, by what those before it took. One that fails is reported, and the others go on; UserError in the end,
         which names those that failed."""
         failed: list[str] = []
-        for run in self.study.runs:
+        runs = deque(self.study.runs)
+        refused = 0  # one after another, for want of weights that other processes are training
+        while runs:
+            run = runs.popleft()
             began = self._clock()
             if run.key not in done_runs(self.results) and began + self._expected_s(run) <= self._ends_at:
                 try:
@@ -111,6 +123,13 @@ class Runner:
                         if not is_ours:
                             continue
                         self._do(run)
+                    refused = 0
+                except _WeightsInTraining:
+                    runs.append(run)
+                    refused += 1
+                    if refused >= len(runs):
+                        time.sleep(WAIT_S)
+                    continue
                 except (UserError, OSError):  # those that follow have the same settings, and the same disk
                     raise
                 except Exception as error:  # of a compiler, or for want of memory
@@ -144,12 +163,19 @@ class Runner:
         return run.work * shape.layer_parameters * shape.layers / run.variant.stages
 
     def one(self, run: StudyRun) -> dict[str, Any]:
+        recipe = run.variant.recipe
+        kept_file = self._frozen / f"{run.frozen_key}.safetensors" if self._frozen and recipe.heal else None
+        with ExitStack() as training:
+            if kept_file and not kept_file.exists() and not training.enter_context(locked(kept_file)):
+                raise _WeightsInTraining
+            return self._trained(run, kept_file, training.close)
+
+    def _trained(self, run: StudyRun, kept_file: Path | None, on_kept: Callable[[], None]) -> dict[str, Any]:
         study, variant, measuring = run.study, run.variant, run.study.measuring
         engine = self._engine(run)
         batch = study.batch
         sampler = BatchSampler(self.train.ids, batch.sequence, run.seed, batch.microbatches, batch.samples)
         first = next(iter(self.texts.values()))
-        kept_file = self._frozen / f"{run.frozen_key}.safetensors" if self._frozen and variant.recipe.heal else None
         curve: list[list[float]] = []
         losses: list[torch.Tensor] = []
         began = time.perf_counter()
@@ -164,6 +190,7 @@ class Runner:
                 continue
             if kept_file and number == run.heals_at and not resumed_at:
                 save_frozen(engine, kept_file, losses, curve, time.perf_counter() - began - evaluation_s)
+                on_kept()
             hops = variant.traffic.hops(number, run.iterations)
             if variant.heal_fit and number == run.heals_at:
                 texts = map(run.text_of, range(number, min(run.iterations, number + variant.heal_fit)))
@@ -298,19 +325,30 @@ def done_runs(results: Path) -> set[str]:
 @contextmanager
 def claimed(results: Path, run: StudyRun) -> Iterator[bool]:
     """Whether this process is to do the run: it is not done, and no other process that writes to the same results is
-    doing it. A file beside the results is locked meanwhile; the lock ends with the process."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    file = results.with_name(f".{results.name}.{run.key}.lock")
-    with file.open("w") as opened:
+    doing it."""
+    with locked(results.with_name(f"{results.name}.{run.key}")) as is_ours:
+        yield is_ours and run.key not in done_runs(results)  # another process may have ended it since we looked
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[bool]:
+    """Whether no other process makes this file; a file beside it is locked meanwhile, and the lock ends with the
+    process."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = file.with_name(f".{file.name}.lock")
+    with lock.open("w") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
             return
+        if not os.fstat(opened.fileno()).st_nlink:  # who had it has ended it since it was opened
+            yield False
+            return
         try:
-            yield run.key not in done_runs(results)  # another process may have ended it since we looked
+            yield True
         finally:
-            file.unlink(missing_ok=True)
+            lock.unlink(missing_ok=True)
 
 
 def _frozen_parts(engine: Engine) -> dict[str, tuple[FlatParams, range]]:

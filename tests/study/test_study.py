@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from skippipe.skip_schedule import SkipSchedule, deal_lengths, donors, young_sta
 from skippipe.stage_subset import draw_subsets
 from skippipe.study.config import EvalSettings, Study, StudyRun, Variant, load_study, read_results
 from skippipe.study.path_sampling import UNEVEN, group_by_stage, iteration_paths, sample_paths, sample_paths_of_lengths
-from skippipe.study.runner import Runner, StudyDevice, chosen
+from skippipe.study.runner import Runner, StudyDevice, chosen, locked
 from tests.helpers.models import tiny
 
 shapes = st.integers(2, 9).flatmap(lambda stages: st.tuples(st.just(stages), st.integers(2, stages)))
@@ -370,6 +371,20 @@ def test_processes_with_the_same_results_divide_the_runs(study_file: Path, tmp_p
     SharingRunner(study, results, StudyDevice(), lambda run, share, how: None).run()
     assert [run["variant"] for run in read_results(results)] == ["smaller", "full"], "each once"
     assert [each.name for each in tmp_path.iterdir() if each.name.endswith(".lock")] == []
+
+
+def test_a_run_waits_for_weights_that_another_process_is_training(study_file: Path, tmp_path: Path) -> None:
+    """Others are done meanwhile; when that process ends, it has its turn."""
+    recipe = SkipSchedule("0 until 50%, 0 & 1/2", bridges=3, adapters=4, distill=0.5, heal="50%")
+    variants = [Variant("healed", recipe, 4), Variant("full", stages=4)]
+    measuring = EvalSettings(tokens=64, final_tokens=64, part_tokens=64, keep=[])
+    study = replace(load_study(study_file), variant=variants, seeds=[0], measuring=measuring)
+    results, frozen = tmp_path / "results.jsonl", tmp_path / "frozen"
+    other = ExitStack()
+    assert other.enter_context(locked(frozen / f"{study.runs[0].frozen_key}.safetensors"))
+    Runner(study, results, StudyDevice(), lambda run, share, how: other.close(), None, frozen).run()
+    assert [run["variant"] for run in read_results(results)] == ["full", "healed"]
+    assert [each.suffix for each in frozen.iterdir()] == [".safetensors"]
 
 
 class FailingRunner(Runner):
