@@ -169,14 +169,19 @@ def _supported(weights: FusedLayer, settings: LayerSettings) -> bool:
 def kernels_for(
     device: torch.device, layers: Iterable[Layer], *, early: int = EARLY, ahead: bool = AHEAD
 ) -> DecodeKernels | None:
-    """None where they cannot run: no GPU with such tensor cores, no Triton, or layers of other types or sizes."""
+    """None where they cannot run: no GPU with such tensor cores, no Triton, or one that does not load, or layers of
+    other types or sizes."""
     if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
         return None
     known = list(layers)
     major, _ = torch.cuda.get_device_capability(device)
     if major < 8 or not known or known[0][0].norm.dtype not in SUPPORTED or not supports(known):
         return None
-    return DecodeKernels(device, early=early if major >= 9 else 0, ahead=ahead)
+    try:
+        return DecodeKernels(device, early=early if major >= 9 else 0, ahead=ahead)
+    except Exception as error:  # of whatever kind a package has that is too old, or lacks a part
+        warn_unused(f"{type(error).__name__}: {error}")
+        return None
 
 
 class DecodeKernels:
@@ -284,6 +289,7 @@ class DecodeKernels:
         tiles = tiles or tiles_for(outputs, inputs, gated)
         assert rows <= MOST_ROWS and x.is_contiguous()
         assert weight.shape[1] == inputs and weight.is_contiguous()
+        assert weight.numel() < 2**31, "places in a matrix are numbers of 32 bits"
         blocks = ceil(outputs / tiles.columns)
         assert prepare is None or len(prepare.sums) == blocks
         if tiles.splits > 1:

@@ -71,7 +71,9 @@ class LayerRunner:
     small, else by `layer_step`, which may be compiled."""
 
     def __init__(self, kernels: DecodeKernels | None = None, *, compiled: bool = False) -> None:
-        self._kernels = kernels
+        self._kernels = self._recorded = kernels
+        """Those that are used from now on; and those that steps were recorded with, which write to tensors of theirs
+        also after others have failed."""
         self._unchecked = {"layer", "logits"}
         """Of the kernels: compared with the plain computation when they run first."""
         self._layer = layer_step

@@ -435,8 +435,9 @@ def _end_with_owner(lifeline: int) -> None:
 
 
 def _handle_sigterm() -> int:
-    """The reading end of a pipe that has a byte for every SIGTERM that this process gets, at once, though its main
-    thread may compute for long. A program that it executes starts without handlers; a fork of it has none either."""
+    """The reading end of a pipe that has the number of every signal that this process gets and handles, SIGTERM or one
+    that other code has a handler for, at once, though its main thread may compute for long. A program that it executes
+    starts without handlers; a fork of it has none either."""
     arrived, written = os.pipe()
     os.set_blocking(written, False)
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
@@ -454,7 +455,8 @@ def _default_sigterm() -> None:
 def _end_if_meant(arrived: int, group_signal: int) -> None:
     """Ends this node when it gets SIGTERM, unless its fork servers get it too: then the owner decides."""
     while True:
-        os.read(arrived, 1)
+        if os.read(arrived, 1) != bytes([signal.SIGTERM]):
+            continue
         if not _ready([group_signal], GROUP_S):
             print("this node got SIGTERM, and ends", file=sys.stderr, flush=True)
             os._exit(TERMINATED)

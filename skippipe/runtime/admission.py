@@ -99,11 +99,6 @@ class Admission:
         peers = known.peers
         self._shut_out = {each.name for each in known.revoked} - peers.keys()
         relays = frozenset(known.relays) & peers.keys() - set(listener.names)
-        for name in relays - listener.relay_names:
-            listener.mailbox.allow(name, peers[name])
-        listener.relay_names = relays
-        if peers == self.publics:
-            return
         gone = [name for name, public in self.publics.items() if peers.get(name) != public]
         for name in gone:
             log.info("'%s' %s", name, REVOKED)
@@ -111,6 +106,9 @@ class Admission:
             listener.mailbox.forbid(name)
             listener.lose_relay(name, REVOKED)
             del self.publics[name]
+        for name in relays - listener.relay_names:  # after those who are gone: one of them may have had this key
+            listener.mailbox.allow(name, peers[name])
+        listener.relay_names = relays
         for name, public in peers.items():
             if name not in self.publics:
                 self.publics[name] = public

@@ -279,14 +279,14 @@ class Engine:
     @torch.no_grad()
     def loss_of(self, inputs: Tensor, labels: Tensor, visits: Visits, drive: float, wire: str = "") -> Tensor:
         """The mean loss of these samples; as `hidden_of`."""
-        with self._autocast():
+        with self.autocast():
             return self._loss(self.hidden_of(inputs, visits, drive, wire), labels)
 
     @torch.no_grad()
     def hidden_of(self, inputs: Tensor, visits: Visits, drive: float, wire: str = "") -> Tensor:
         """What these samples are after these stages, each but stage 0 driven so much; over bridges and with adapters,
         if there are any, where stages are missing. `wire`: the codec of hops, whatever it was in training."""
-        with self._autocast():
+        with self.autocast():
             hidden = embedded = self._embed(inputs)
             missing = torch.full((len(hidden),), len(self.stages) - len(visits), device=self.device)
             whole = len(visits) == len(self.stages)
@@ -330,7 +330,7 @@ class Engine:
         """
         distills = bool(shape.skipping and self.recipe.distill) and self._stands_in(shape)
         teacher = self._teacher(_chosen(inputs, taught), shape.hops.wire) if distills else None
-        with self._autocast():
+        with self.autocast():
             hidden, balance, early, apart = self._through(shape, inputs, places, taught, teacher)
             loss = self._loss(hidden, labels)
             total = loss + balance
@@ -358,7 +358,7 @@ class Engine:
         """The hidden states of the whole model after each stage; `wire`: with this codec on hops."""
         self._set_adapters(None)
         found = []
-        with self._autocast():
+        with self.autocast():
             hidden = embedded = self._embed(inputs)
             for stage in self.stages:
                 hidden = stage(hidden)
@@ -458,7 +458,8 @@ class Engine:
         each = [self.recipe.residual_scale(len(self.stages), len(visits[row])) for row in rows] if stage else []
         return tuple((drive, len(list(same))) for drive, same in groupby(each)) if set(each) - {1.0} else ()
 
-    def _autocast(self) -> Any:
+    def autocast(self) -> Any:
+        """The precision that the model is computed in."""
         return torch.autocast(torch.device(self.device).type, torch.bfloat16, enabled=self._low_precision)
 
 

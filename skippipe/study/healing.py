@@ -241,7 +241,8 @@ def redrawn(engine: Engine, inputs: Tensor, labels: Tensor, share: float, seed: 
     labels = labels.clone()
     for rows in torch.split(chosen.nonzero(), DRAWN_AT_ONCE):  # a few at a time: vocabularies may be large
         at = rows.unbind(1)
-        shares = head(norm(hidden[at])).float().softmax(-1)
+        with engine.autocast():
+            shares = head(norm(hidden[at])).float().softmax(-1)
         labels[at] = torch.multinomial(shares, 1, generator=generator).squeeze(-1)
     return torch.cat((inputs[:, :1], labels[:, :-1]), 1), labels
 

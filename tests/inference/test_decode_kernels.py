@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import weakref
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -95,6 +98,18 @@ def test_without_a_gpu_or_triton_there_are_none(monkeypatch: pytest.MonkeyPatch)
     assert kernels_for(torch.device("cuda"), layers) is None
 
 
+def test_a_triton_that_does_not_load_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = fused_layers(StaticDecoder(staged(), WHOLE, 2000)._whole.stages[0])
+    assert layers
+    monkeypatch.setattr(decode_kernels, "find_spec", lambda name: name)
+    monkeypatch.setattr(decode_kernels, "supports", lambda layers: True)
+    monkeypatch.setattr(decode_kernels, "SUPPORTED", (torch.float32,))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    with pytest.warns(UserWarning, match="cannot import name 'language' from 'triton'"):
+        assert kernels_for(torch.device("cuda"), layers) is None
+
+
 class Broken:
     """Kernels that do not compile."""
 
@@ -143,3 +158,12 @@ def test_a_step_whose_kernels_fail_is_as_without_them(kernels: Any, message: str
             assert runner._kernels is None, "and not tried again"
         found.append(step.logits)
     assert torch.equal(*found)
+
+
+def test_kernels_that_fail_stay_for_the_steps_that_were_recorded_with_them() -> None:
+    """Graphs of other sizes of batch write to their scratch tensor."""
+    runner = LayerRunner(Broken())  # type: ignore[arg-type]
+    held = weakref.ref(runner._kernels)
+    with pytest.warns(UserWarning, match="of another size"):
+        runner._without_kernels(RuntimeError("does not compile for a batch of another size"))
+    assert runner._kernels is None and held() is not None

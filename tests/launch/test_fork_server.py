@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from skippipe.launch.fork_server import ProcessPool
+from skippipe.launch.fork_server import ProcessPool, _end_if_meant, _ready
 from tests.helpers.processes import RUN_END_S, alive, owner, wait_for
 
 
@@ -126,6 +126,23 @@ def test_processes_that_a_node_starts_get_signals_as_any_other_process(tmp_path:
     lines = (tmp_path / "found").read_text().splitlines()
     assert lines[1:3] == ["set() SIG_DFL", "ended: -15 -15"]
     assert lines.count("this node got SIGTERM, and ends") == 1
+
+
+def test_signals_that_other_code_handles_do_not_end_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's loaders of data handle SIGCHLD."""
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr("skippipe.launch.fork_server.GROUP_S", 0.0)
+    (arrived, written), group_signal = os.pipe(), os.pipe()
+    os.write(written, bytes([signal.SIGCHLD, signal.SIGUSR1, signal.SIGTERM]))
+    with pytest.raises(SystemExit, match="143"):
+        _end_if_meant(arrived, group_signal[0])
+    assert not _ready([arrived], 0.0), "ended by the last of them"
+    for handle in (arrived, written, *group_signal):
+        os.close(handle)
 
 
 def get_sigterm(folder: Path) -> None:

@@ -115,6 +115,16 @@ def test_who_connects_is_judged_by_the_list_as_it_is_then(tmp_path: Path) -> Non
         assert cluster.admission.poll(cluster.listener) == []
 
 
+def test_a_key_may_become_that_of_a_relay(tmp_path: Path) -> None:
+    """In a list that was changed by hand."""
+    with ExitStack() as stack:
+        cluster = Cluster(tmp_path, stack, "a")
+        cluster.admission.follow(cluster.listener)
+        PeerList({"r": cluster.keys["a"].public}, relays=("r",)).save(cluster.store.path)
+        assert cluster.admission.poll(cluster.listener) == [("a", REVOKED)]
+        assert cluster.listener.relay_names == {"r"} and cluster.admission.publics.keys() == {"r"}
+
+
 def test_a_list_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
     with ExitStack() as stack:
         cluster = Cluster(tmp_path, stack, "a")

@@ -88,6 +88,11 @@ def test_a_text_that_comes_again_is_partly_drawn_from_the_whole_model(tmp_path: 
     order = healing._rows()
     again = [next(order)[1] for _ in range(2 * len(healing.train.numbers) // len(healing.lengths))]
     assert again == sorted(again) and 0 < sum(again) < len(again), "not the first time"
+    engine._low_precision = True  # as on a GPU: matrices in bf16, norms in fp32
+    for each in engine.stages:
+        each.frozen_to(torch.bfloat16)
+    in_bf16 = redrawn(engine, inputs, labels, 0.5, (0, 1))[1]
+    assert (in_bf16 == new_labels).float().mean() > 0.9
 
 
 def test_what_is_written_is_what_was_measured(tmp_path: Path, text: str, skippipe: Command) -> None:
