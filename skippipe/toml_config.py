@@ -12,7 +12,7 @@ import json
 import sys
 import textwrap
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -97,17 +97,25 @@ def _typed(hint: Any, value: Any, at: str) -> Any:
     return value
 
 
-def example(dataclass_type: type[Any], place: str = "", advised: Mapping[str, Any] | None = None) -> str:
+def example(
+    dataclass_type: type[Any],
+    place: str = "",
+    advised: Mapping[str, Any] | None = None,
+    omitted: Collection[str] = (),
+) -> str:
     """An example file: all fields with their defaults and docstrings; those without a default are left as comments.
-    `advised`: fields that have another value than their default, which is named."""
+    `advised`: fields that have another value than their default, which is named. `omitted`: fields to leave out."""
     advised = advised or {}
     hints, texts = hints_of(dataclass_type), field_texts(dataclass_type)
     plain, tables = [], []
     for field in fields(dataclass_type):
         at = _at(place, field.name)
+        if at in omitted:
+            continue
         hint, within = split_hint(hints[field.name])
         if is_dataclass(hint):
-            tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{example(hint, at, advised)}")  # type: ignore[arg-type]
+            table = example(hint, at, advised, omitted)  # type: ignore[arg-type]
+            tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{table}")
             continue
         if get_origin(hint) is list:
             within = within or split_hint(get_args(hint)[0])[1]

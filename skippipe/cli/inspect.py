@@ -170,7 +170,10 @@ def simulate_plan(
         int | None,
         MICROBATCHES,
         typer.Option(
-            "--microbatches", "-m", help="Of the published paths, dealt out over their lanes. [default: as published]"
+            "--microbatches",
+            "-m",
+            help="Of the published paths, dealt out over their lanes.",
+            show_default="as published",
         ),
     ] = None,
     contention_only: ContentionOnly = None,

@@ -46,7 +46,7 @@ def keys(
     """Make a key for the coordinator and one for every node of a cluster.
 
     Give each node its own file and nothing else; keep coordinator.key and peers.json, and name both in the job
-    ([transport] key and peers). Before there is a cluster file, names will do: 'skippipe profile' makes the file.
+    (transport.key, transport.peers). Before there is a cluster file, names will do: 'skippipe profile' makes it.
 
     \b
         skippipe keys ann,bob,carol keys/

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 REMEMBERED = "~/.skippipe/node.key"
 RELAY_KEY = "~/.skippipe/relay.key"
 RELAY_PORT = "5560"
+MAX_STREAMS, MAX_NODE_STREAMS, MAX_IDLE_S = 4096, 512, 600  # of a relay
 ANY_PORT = "0"
 ADMITTED_S = 900.0  # for a coordinator to be there that admits a relay
 RATE_MB = Range(1e-6, 10**9)
@@ -128,15 +129,12 @@ def node(
         from skippipe.model.model_spec import parse_devices
 
         parse_devices(devices)
-    named = {"join": join, "listen": listen, "address": address, "devices": devices}
     folders = {"tokens": tokens, "checkpoint": checkpoint}
-    given = {name: value for name, value in named.items() if value is not None}
-    given |= {name: str(path.absolute()) for name, path in folders.items() if path is not None}
+    given = {"join": join, "listen": listen, "address": address, "devices": devices} | {
+        name: None if path is None else str(path.absolute()) for name, path in folders.items()
+    }
     mine = _admitted(invitation, join, _key_path(key), patience)
-    if invitation is not None and mine.options != given:
-        mine = replace(mine, options=given)
-        mine.save(_key_path(key))
-    chosen = {**mine.options, **given}
+    chosen = _with_remembered(mine, _key_path(key), invitation, given)
     where = chosen.get("join", ",".join(mine.addresses))
     coordinator = _coordinator(mine, _key_path(key), where)
     here = chosen.get("listen", ANY_PORT), chosen.get("address"), chosen.get("devices")
@@ -169,7 +167,9 @@ def relay(
     invitation: Annotated[
         str | None,
         typer.Argument(
-            metavar="INVITATION", help="Needed once; the relay keeps its key and the address.", show_default=False
+            metavar="INVITATION",
+            help="Needed once; the relay keeps its key, the address and the options that are given with it.",
+            show_default=False,
         ),
     ] = None,
     join: Join = None,
@@ -180,11 +180,12 @@ def relay(
         ),
     ] = None,
     listen: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="host:port of this machine at which nodes dial; a port alone: at all its addresses. It must be open."
+            help="host:port of this machine at which nodes dial; a port alone: at all its addresses. It must be open.",
+            show_default=RELAY_PORT,
         ),
-    ] = RELAY_PORT,
+    ] = None,
     address: Annotated[
         str | None,
         typer.Option(
@@ -193,25 +194,44 @@ def relay(
         ),
     ] = None,
     rate: Annotated[
-        float | None, RATE_MB, typer.Option(metavar="MB/S", help="Megabytes a second of all nodes together.")
+        float | None,
+        RATE_MB,
+        typer.Option(metavar="MB/S", help="Megabytes a second of all nodes together.", show_default="no limit"),
     ] = None,
     node_rate: Annotated[
-        float | None, RATE_MB, typer.Option(metavar="MB/S", help="Megabytes a second that one node may send.")
+        float | None,
+        RATE_MB,
+        typer.Option(metavar="MB/S", help="Megabytes a second that one node may send.", show_default="no limit"),
     ] = None,
     streams: Annotated[
-        int, STREAMS, typer.Option(help="Streams at one time of all nodes together; two nodes need up to six.")
-    ] = 4096,
-    node_streams: Annotated[int, STREAMS, typer.Option(help="Streams at one time of one node.")] = 512,
+        int | None,
+        STREAMS,
+        typer.Option(
+            help="Streams at one time of all nodes together; two nodes need up to six.", show_default=str(MAX_STREAMS)
+        ),
+    ] = None,
+    node_streams: Annotated[
+        int | None,
+        STREAMS,
+        typer.Option(help="Streams at one time of one node.", show_default=str(MAX_NODE_STREAMS)),
+    ] = None,
     idle: Annotated[
-        float, IDLE_S, typer.Option(metavar="SECONDS", help="A stream that carries nothing for that long is closed.")
-    ] = 600,
+        float | None,
+        IDLE_S,
+        typer.Option(
+            metavar="SECONDS",
+            help="A stream that carries nothing for that long is closed.",
+            show_default=str(MAX_IDLE_S),
+        ),
+    ] = None,
 ) -> None:
     """Join nodes that can both only call out: a relay on a machine that can be reached.
 
     Both nodes dial it, and it forwards what they send to each other. It cannot read that: keys and encryption are the
     nodes' own, end to end. Invite it where the coordinator is, with 'skippipe invite CLUSTER --name hub --relay'. It
-    serves one run after another, until Ctrl-C, and needs one open port, little memory and no GPU. The plan may count on
-    what it carries: 'skippipe cluster --relay'.
+    serves one run after another, until Ctrl-C, and needs one open port, little memory and no GPU. It keeps the options
+    that are given with the invitation: from then on 'skippipe relay' alone will do. The plan may count on what it
+    carries: 'skippipe cluster --relay'.
 
     \b
         skippipe relay INVITATION --address hub.example.org:5560 --rate 100
@@ -227,11 +247,21 @@ def relay(
 
     path = key if key is not None else Path(RELAY_KEY).expanduser()
     mine = _admitted(invitation, join, path, ADMITTED_S)
-    where = join or ",".join(mine.addresses)
+    numbers = {"rate": rate, "node_rate": node_rate, "streams": streams, "node_streams": node_streams, "idle": idle}
+    given = {"join": join, "listen": listen, "address": address} | {
+        name: None if value is None else str(value) for name, value in numbers.items()
+    }
+    chosen = _with_remembered(mine, path, invitation, given)
+    where = chosen.get("join", ",".join(mine.addresses))
     coordinator = _coordinator(mine, path, where, "relay")
     limits = RelayLimits(
-        1e6 * rate if rate else inf, 1e6 * node_rate if node_rate else inf, streams, node_streams, idle
+        1e6 * float(chosen.get("rate", inf)),
+        1e6 * float(chosen.get("node_rate", inf)),
+        int(chosen.get("streams", MAX_STREAMS)),
+        int(chosen.get("node_streams", MAX_NODE_STREAMS)),
+        float(chosen.get("idle", MAX_IDLE_S)),
     )
+    listen, address = chosen.get("listen", RELAY_PORT), chosen.get("address")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # two files a stream
     everywhere = "[::]" if _has_ipv6() else "0.0.0.0"
@@ -246,6 +276,18 @@ def relay(
     agent = RelayAgent(mine.node, mine.keys, where, coordinator, opened, address)
     print(f"relay '{mine.node}' at {address}, for the coordinator at {where}; Ctrl-C ends it", file=sys.stderr)
     agent.run(tell=lambda line: print(line, file=sys.stderr, flush=True))
+
+
+def _with_remembered(
+    mine: KeyFile, path: Path, invitation: str | None, options: Mapping[str, str | None]
+) -> dict[str, str]:
+    """Options that are given, and else those that were given with the invitation: they are kept with the key."""
+    given = {name: value for name, value in options.items() if value is not None}
+    if invitation is None:
+        return {**mine.options, **given}
+    if mine.options != given:
+        replace(mine, options=given).save(path)
+    return given
 
 
 def _coordinator(mine: KeyFile, path: Path, where: Collection[str], what: str = "node") -> str:

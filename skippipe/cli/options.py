@@ -7,12 +7,10 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 from typer.models import OptionInfo
 
 from skippipe.codecs import CODECS, LOW_RANK
@@ -22,6 +20,7 @@ from skippipe.optim import OPTIMIZERS
 from skippipe.value_ranges import (
     BUDGET_S,
     DRAWS,
+    LARGEST,
     MICROBATCHES,
     NATS,
     SAMPLES,
@@ -31,6 +30,7 @@ from skippipe.value_ranges import (
     STAGES,
     Choices,
     Range,
+    number_text,
     split_hint,
 )
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
 PART, WORK, NODES = "Part of the model", "Work", "Nodes"
-OLD_NAMES_OF_OUTPUT = ("--out", "--results")
 LONGEST_SHOWN = 30  # characters of what is refused
 Config = TypeVar("Config")
 
@@ -82,7 +81,7 @@ ContentionOnly = Annotated[
         show_default="full; built-in examples: contention-only; plan files: their own",
     ),
 ]
-Budget = Annotated[float, Range(0, BUDGET_S.most), search_option("Seconds of planning at most (for each strategy).")]
+Budget = Annotated[float, Range(0, BUDGET_S.most), search_option("Seconds of search for each plan, at most.")]
 Seed = Annotated[int, SEED, search_option("Same seed, same plan, unless the budget cuts the search short.")]
 
 
@@ -110,7 +109,7 @@ Stages = Annotated[str | None, part_option(_STAGES)]
 Keep = Annotated[str | None, part_option(_KEEP, "all")]
 SeveralStages = Annotated[list[str] | None, part_option(f"{_STAGES} May be given several times.")]
 SeveralKeep = Annotated[list[str] | None, part_option(f"{_KEEP} Also several times.", "all")]
-Draws = Annotated[int, DRAWS, part_option("Different parts to draw for every share.")]
+Draws = Annotated[int, DRAWS, part_option("Different subsets to draw for every share.")]
 ResidualScale = Annotated[str, _residual_scale_option("or a number.")]
 ResidualScaleOrBest = Annotated[
     str,
@@ -269,26 +268,6 @@ class ProblemOptions(SweepOptions, StageOptions):
     """All options that make a problem of a cluster."""
 
 
-class Command(TyperCommand):
-    """A command that also takes the options that it had under other names, which its help does not show."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {name for param in self.params for name in param.opts}
-        words = [_new_name(word, own) for word in args]
-        if self.name in ("eval", "score"):  # --json was followed by the file that is -o now
-            for at, (word, after) in enumerate(pairwise(words)):
-                if word == "--json" and after.endswith(".json") and not Path(after).is_dir():
-                    words[at] = "--output"
-        return super().parse_args(ctx, words)
-
-
-def _new_name(word: str, own: set[str]) -> str:
-    name, equals, value = word.partition("=")
-    if name == "--json" and equals:
-        return f"--output={value}"
-    return f"--output{equals}{value}" if name in OLD_NAMES_OF_OUTPUT and name not in own else word
-
-
 def takes(options_type: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Spread a dataclass of options over the command line of a command, which gets them as one object, `options`."""
     hints = get_type_hints(options_type, include_extras=True)
@@ -352,7 +331,8 @@ def _checked(name: str, hint: Any) -> Any:
         return found
 
     shown.parser = read
-    shown.help = f"{shown.help} {str(within).capitalize()}."
+    limits = f"{number_text(within.least)} or more" if within.most == LARGEST else str(within)
+    shown.help = f"{shown.help} {limits.capitalize()}."
     shown.metavar = shown.metavar or ("INTEGER" if number is int else "NUMBER")
     return Annotated[get_args(hint)[0], shown]
 

@@ -62,7 +62,7 @@ def profile(
     job: Annotated[
         Path | None,
         workload_option(
-            "A job file, for model, batch, device, threads, and where nodes join; other options count before it."
+            "A job file, for model, batch, device, threads, and where nodes join; other options override it."
         ),
     ] = None,
     model: Annotated[

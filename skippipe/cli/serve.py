@@ -62,7 +62,7 @@ def serve(
     ] = TIMEOUT_S,
     device: Devices = "cpu",
     dtype: Dtype = "fp32",
-    wire: Annotated[CodecId | None, work_option("Type of hidden states between nodes.", "like --dtype")] = None,
+    wire: Annotated[CodecId | None, work_option("Codec of hidden states between nodes.", "like --dtype")] = None,
     threads: Annotated[int, THREADS, work_option("Threads of a node.")] = 1,
     logs: Annotated[Path | None, nodes_option("Folder for the logs of nodes on this machine.", "not kept")] = None,
     cut: Cut = None,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli.options import Command, Overwrite
+from skippipe.cli.command import Command
+from skippipe.cli.options import Overwrite
 from skippipe.errors import UserError
 from skippipe.json_fields import check_empty, write_text
 from skippipe.terminal import rich_progress

@@ -36,17 +36,17 @@ def job(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Print a job file with every field, its default and what it is for; for codecs, what is advised today.
+    """Print a job file with every field that training takes, its default and what it is for; codecs as advised today.
 
     Example: skippipe job -o job.toml
     """
     from skippipe.toml_config import example
-    from skippipe.training.job_config import ADVISED, JobConfig
+    from skippipe.training.job_config import ADVISED, FOR_STUDIES, JobConfig
 
     text = (
-        "# A job for `skippipe train`. Every field may be left out; these are the defaults,\n"
-        f"# but for {' and '.join(ADVISED)}: what they are without a word stands beside them.\n\n"
-        f"{example(JobConfig, advised=ADVISED)}"
+        "# A job for `skippipe train`. Every field may be left out. The values are the defaults,\n"
+        f"# except for {' and '.join(ADVISED)}, whose defaults stand beside them.\n\n"
+        f"{example(JobConfig, advised=ADVISED, omitted=FOR_STUDIES)}"
     )
     if output is None:
         print(text, end="")
@@ -155,7 +155,7 @@ def export(
         bool, typer.Option("--best", help="Of a run: the checkpoint with the lowest held-out loss, not the newest.")
     ] = False,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Of a run with [lora]: the adapters alone, in peft's layout.")
+        bool, typer.Option("--adapter", help="Of a run with LoRA: the adapters alone, in peft's layout.")
     ] = False,
     score: Annotated[
         Path | None,
@@ -176,7 +176,7 @@ def export(
     """Make a Hugging Face folder of a checkpoint, which transformers loads.
 
     It has the tokenizer with its chat template, the ids that begin and end a text, and a model card (README.md) with
-    recipe, data and losses. Adapters of a run with [lora] are merged into the model, unless --adapter asks for them by
+    recipe, data and losses. Adapters of a run with LoRA are merged into the model, unless --adapter asks for them by
     themselves.
 
     \b
@@ -305,10 +305,16 @@ def prepare(
         Path | None, typer.Option(help="Use this tokenizer: a Hugging Face folder, or a folder of tokens.")
     ] = None,
     field: Annotated[
-        str, typer.Option(help="The field of records that has the text; 'text', unless they are conversations.")
+        str,
+        typer.Option(
+            metavar="NAME", help="The field of records that has the text.", show_default="text; of conversations none"
+        ),
     ] = "",
     loss_on: Annotated[
-        str, typer.Option(help="Of conversations: the loss of 'answers', as unless said, or of 'all' tokens.")
+        str,
+        typer.Option(
+            metavar="answers|all", help="Of conversations: the loss is taken of these tokens.", show_default="answers"
+        ),
     ] = "",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the tokens of other texts, which is refused otherwise.")

@@ -51,7 +51,7 @@ class KeyFile:
     addresses: tuple[str, ...] = ()
     """host:port of the coordinator, if the node was invited; else it has to be told."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Options of `skippipe node` that were given with the invitation, for the next time."""
+    """Options of `skippipe node` or `relay` that were given with the invitation, for the next time."""
 
     def to_json(self) -> dict[str, Any]:
         known: dict[str, Any] = {"addresses": list(self.addresses)} if self.addresses else {}

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.text import Text
+from typer.main import get_command
 
+from skippipe.cli.app import app
 from skippipe.cli.plan import Gains
 from skippipe.plan import Plan
 from skippipe.training.job_config import load_job
@@ -270,6 +273,20 @@ def test_help_of_every_command_imports_nothing_heavy() -> None:
     assert ran.stdout.count("Usage") == len(commands), ran.stderr
     lines = [line for line in ran.stdout.splitlines() if line.startswith("after ")]
     assert lines == [f"after {command} []" for command in commands]
+
+
+def test_helps_lose_no_text_and_wrap_at_any_width(skippipe: Command) -> None:
+    group: Any = get_command(app)
+    commands = [*group.commands.values(), *group.commands["study"].commands.values()]
+    assert len(commands) > 25
+    for command in commands:
+        for text in filter(None, [command.help, *(each.help for each in command.params if hasattr(each, "help"))]):
+            assert Text.from_markup(text).plain == text.replace("\\[", "["), "brackets are markup"
+        for paragraph in command.help.split("\n\n"):
+            assert "\n" not in paragraph or paragraph.startswith("    "), "lines of the source, not of the terminal"
+    for name in ("check", "relay", "plan"):
+        assert "<bool>" not in skippipe(name, "--help").out, "a flag takes no value"
+    assert "0 or more" in skippipe("plan", "--help").out
 
 
 def test_planning_does_not_import_torch() -> None:

@@ -100,7 +100,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "token").write_text("0123456789abcdef\n")
     (made / "token").chmod(0o600)
     (made / "job.toml").write_text('[model]\nconfig = "llama-tiny"\n[batch]\nsequence = 32\n')
-    (made / "prices.toml").write_text("int8 = {hops = 0.001}\n")
+    (made / "prices.toml").write_text("int8 = {hops = 0.003}\n")
     (made / "study.toml").write_text(STUDY)
     (made / "other.toml").write_text(STUDY.replace("small", "other"))
     (made / "results.jsonl").write_text("")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from skippipe.transport.addresses import free_port, join_address, split_address
 from skippipe.transport.admission import NodeNeeds
 from skippipe.transport.enrolment import Finding, admission_address
 from skippipe.transport.keys import KeyFile, KeyPair
+from skippipe.transport.relay import RelayLimits
 from tests.helpers.admission_door import HOUR_S, Door
 from tests.helpers.disks import full_disk
 from tests.helpers.processes import Command, only_error
@@ -302,6 +304,38 @@ def test_a_node_remembers_the_options_of_its_invitation(
     assert "port: this machine only calls out, as --listen says" in skippipe("doctor").out
     assert skippipe("node", invitation).code == 0
     assert joined[-1].listen != "none" and joined[-1].data_folder is None
+
+
+def test_a_relay_remembers_the_options_of_its_invitation(
+    door: Door, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is started again keeps to its limits."""
+    opened: list[tuple[str, RelayLimits]] = []
+    places: list[str] = []
+
+    class Opened:
+        def __init__(self, listen: str, limits: RelayLimits) -> None:
+            opened.append((listen, limits))
+            self.address = listen
+
+    class Agent:
+        def __init__(self, *given: Any) -> None:
+            places.append(given[-1])
+
+        def run(self, tell: object) -> None:
+            pass
+
+    monkeypatch.setattr("skippipe.transport.relay.Relay", Opened)
+    monkeypatch.setattr("skippipe.runtime.relay.RelayAgent", Agent)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    given = ["--listen", "127.0.0.1:7", "--address", "hub:7", "--rate", "9", "--node-streams", "5"]
+    for words in ([door.invite("hub").to_text(), *given], [], ["--rate", "3"], []):
+        ran = skippipe("relay", *words)
+        assert ran.code == 0, ran
+    assert opened[0] == ("127.0.0.1:7", RelayLimits(9e6, inf, 4096, 5, 600))
+    assert opened[1] == opened[3] == opened[0]
+    assert opened[2][1].bytes_per_s == 3e6
+    assert set(places) == {"hub:7"}
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from importlib.util import find_spec
@@ -24,11 +25,11 @@ from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.planner.problem import PlanRequest
 from skippipe.planner.strategies import make_plan, with_paths_of
-from skippipe.toml_config import from_table
+from skippipe.toml_config import example, from_table
 from skippipe.training import build_run as build_run_module
 from skippipe.training import train_job
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import JobConfig
+from skippipe.training.job_config import FOR_STUDIES, JobConfig
 from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import open_run_folder
 from skippipe.transport.addresses import free_port
@@ -334,6 +335,15 @@ def test_a_field_is_refused(name: str) -> None:
     with pytest.raises(UserError) as caught:
         build_run(job_with({name: FIELDS[name].value}))
     assert str(caught.value).startswith(FIELDS[name].error or f"{name}: ")
+
+
+def test_a_new_job_has_the_fields_that_are_not_refused() -> None:
+    """Of its recipe: values of others may be refused on this machine alone."""
+    recipe = {name: entry for name, entry in FIELDS.items() if name.startswith("recipe.")}
+    refused = {name for name, entry in recipe.items() if isinstance(entry, Refused)}
+    assert refused == FOR_STUDIES
+    shown = tomllib.loads(example(JobConfig, omitted=FOR_STUDIES))["recipe"]
+    assert {f"recipe.{name}" for name in shown} == recipe.keys() - refused
 
 
 @pytest.mark.parametrize(("name", "value", "others"), WITHOUT_EFFECT)
