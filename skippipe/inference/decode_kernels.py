@@ -49,6 +49,8 @@ ARRIVALS = 2**13
 EARLY = 0  # 1: start a kernel before the one before it has ended; 2: when that has read what it needs
 AHEAD = False  # a product with a residual does the work of the norm that follows it
 SUPPORTED = torch.bfloat16, torch.float16
+failures: list[str] = []
+"""Why kernels are not used in this process any more: each route has its own, and would wait for a compiler again."""
 
 
 class Tiles(NamedTuple):
@@ -169,9 +171,9 @@ def _supported(weights: FusedLayer, settings: LayerSettings) -> bool:
 def kernels_for(
     device: torch.device, layers: Iterable[Layer], *, early: int = EARLY, ahead: bool = AHEAD
 ) -> DecodeKernels | None:
-    """None where they cannot run: no GPU with such tensor cores, no Triton, or one that does not load, or layers of
-    other types or sizes."""
-    if device.type != "cuda" or torch.version.hip is not None or find_spec("triton") is None:
+    """None where they cannot run: no GPU with such tensor cores, no Triton, or one that does not load, layers of other
+    types or sizes, or kernels that have failed before."""
+    if device.type != "cuda" or torch.version.hip is not None or failures or find_spec("triton") is None:
         return None
     known = list(layers)
     major, _ = torch.cuda.get_device_capability(device)
@@ -363,6 +365,8 @@ def agree(found: Tensor, expected: Tensor, before: Tensor | None = None) -> bool
 
 
 def warn_unused(reason: str) -> None:
+    """Kernels have failed; from now on there are none."""
+    failures.append(reason)
     warnings.warn(
         f"decoding runs without its Triton kernels, and slower: {' '.join(reason.split())[:200]}", stacklevel=3
     )

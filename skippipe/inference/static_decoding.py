@@ -97,6 +97,8 @@ class LayerRunner:
         if self._kernels is not None and len(hidden) <= MOST_ROWS and layers[0][0].norm.dtype == hidden.dtype:
             try:
                 return self._by_kernels(self._kernels, layers, cache, hidden, slots, positions, rotations)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # of whatever kind a compiler has
                 self._without_kernels(error)
         rotation = _rotation_at(rotations, positions)
@@ -156,6 +158,8 @@ class LayerRunner:
                 if not agree(found, logits(ends, hidden)):
                     raise ArithmeticError("their results are not those of the head")
             return found
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             self._without_kernels(error)
             return logits(ends, hidden)

@@ -372,10 +372,12 @@ def _fork_standby(server: _Server) -> None:
 def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
     """A node runs once the owner knows of it, or there could be two of one name."""
     go_read, go_write = os.pipe()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in the node until it has a handler of its own
     pid = os.fork()
     if pid == 0:
         os.close(go_write)
         _run_and_exit(lambda: _run_node(server, name, config, go_read))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     os.close(go_read)
     server.nodes[pid] = name
     server.owner.send({"name": name, "pid": pid})
@@ -409,7 +411,6 @@ def _end(nodes: set[int], wakeup_read: int) -> None:
 
 def _run_node(server: _Server, name: str, config: dict[str, Any], go_read: int) -> int:
     """What the process of a node does."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # until the fork server's handler is replaced
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     server.close_in_child()
     os.close(server.group_signal[1])
@@ -443,13 +444,22 @@ def _handle_sigterm() -> int:
     signal.set_wakeup_fd(written, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda _number, _frame: None)
     signal.siginterrupt(signal.SIGTERM, False)  # calls to the system that wait go on
-    os.register_at_fork(after_in_child=_default_sigterm)
+    mask = threading.local()
+    """Of the thread that forks, before it does."""
+
+    def hold() -> None:  # or a child that gets SIGTERM before it has forgotten the handler would tell this process
+        mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+    def go_on() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask.before)
+
+    def forget() -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        go_on()
+
+    os.register_at_fork(before=hold, after_in_parent=go_on, after_in_child=forget)
     return arrived
-
-
-def _default_sigterm() -> None:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _end_if_meant(arrived: int, group_signal: int) -> None:

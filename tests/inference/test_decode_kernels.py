@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,11 @@ from skippipe.inference.fused_layer import fused_layers, layer_step, position_ma
 from skippipe.inference.static_decoding import LayerRunner, StaticDecoder
 from skippipe.model_shape import MODELS
 from tests.helpers.staged_models import WHOLE, prompts, staged, step_after
+
+
+@pytest.fixture(autouse=True)
+def no_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_kernels, "failures", [])
 
 
 def products() -> list[tuple[int, int, bool]]:
@@ -98,7 +104,7 @@ def test_without_a_gpu_or_triton_there_are_none(monkeypatch: pytest.MonkeyPatch)
     assert kernels_for(torch.device("cuda"), layers) is None
 
 
-def test_a_triton_that_does_not_load_is_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_that_does_not_load_is_as_none_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = fused_layers(StaticDecoder(staged(), WHOLE, 2000)._whole.stages[0])
     assert layers
     monkeypatch.setattr(decode_kernels, "find_spec", lambda name: name)
@@ -108,6 +114,8 @@ def test_a_triton_that_does_not_load_is_as_none(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
     with pytest.warns(UserWarning, match="cannot import name 'language' from 'triton'"):
         assert kernels_for(torch.device("cuda"), layers) is None
+    with warnings.catch_warnings(action="error"):
+        assert kernels_for(torch.device("cuda"), layers) is None, "for another route"
 
 
 class Broken:
@@ -122,6 +130,13 @@ class Wrong:
 
     def chained(self, hidden: Tensor, *_given: Any, **_options: Any) -> tuple[Tensor, None]:
         return hidden, None
+
+
+class Full:
+    """Kernels that would run if there were memory for what they return."""
+
+    def chained(self, *_given: Any, **_options: Any) -> tuple[Tensor, None]:
+        raise torch.OutOfMemoryError
 
 
 class Right:
@@ -155,7 +170,7 @@ def test_a_step_whose_kernels_fail_is_as_without_them(kernels: Any, message: str
         else:
             with pytest.warns(UserWarning, match=message):
                 step.launch()
-            assert runner._kernels is None, "and not tried again"
+            assert runner._kernels is None and decode_kernels.failures, "and not tried again"
         found.append(step.logits)
     assert torch.equal(*found)
 
@@ -167,3 +182,14 @@ def test_kernels_that_fail_stay_for_the_steps_that_were_recorded_with_them() -> 
     with pytest.warns(UserWarning, match="of another size"):
         runner._without_kernels(RuntimeError("does not compile for a batch of another size"))
     assert runner._kernels is None and held() is not None
+
+
+@torch.inference_mode()
+def test_kernels_do_not_fail_where_memory_is_full() -> None:
+    model = staged()
+    decoder = StaticDecoder(model, WHOLE, 2000)
+    assert decoder._static is not None
+    decoder._static._runner = runner = LayerRunner(Full())  # type: ignore[arg-type]
+    with pytest.raises(torch.OutOfMemoryError):
+        step_after(decoder, model, prompts(3)).launch()
+    assert runner._kernels is not None and not decode_kernels.failures

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,15 @@ from typing import Any
 
 import pytest
 
-from skippipe.launch.fork_server import ProcessPool, _end_if_meant, _ready
+from skippipe.launch.fork_server import (
+    Channel,
+    ProcessPool,
+    _end_if_meant,
+    _fork_node,
+    _note_group_signal,
+    _ready,
+    _Server,
+)
 from tests.helpers.processes import RUN_END_S, alive, owner, wait_for
 
 
@@ -29,16 +38,19 @@ def misbehave(told: dict[str, Any]) -> int:
         while True:
             signal.pause()
     if what == "start others":
-        forked = os.fork()
-        if forked == 0:
-            time.sleep(60)
-            os._exit(0)
+        ended = set()
+        for _ in range(10):
+            forked = os.fork()
+            if forked == 0:
+                time.sleep(1)
+                os._exit(0)
+            os.kill(forked, signal.SIGTERM)  # it has hardly begun
+            ended.add(os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
         asks = "from signal import *; print(pthread_sigmask(SIG_BLOCK, []), getsignal(SIGTERM).name)"
         print(subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True).stdout, end="")
         with subprocess.Popen(["sleep", "60"]) as started:
-            for pid in (started.pid, forked):
-                os.kill(pid, signal.SIGTERM)
-            print("ended:", started.wait(RUN_END_S), os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]), flush=True)
+            os.kill(started.pid, signal.SIGTERM)
+            print("ended:", started.wait(RUN_END_S), *ended, flush=True)
         return misbehave({"what": "stay"})
     return int(what)
 
@@ -126,6 +138,26 @@ def test_processes_that_a_node_starts_get_signals_as_any_other_process(tmp_path:
     lines = (tmp_path / "found").read_text().splitlines()
     assert lines[1:3] == ["set() SIG_DFL", "ended: -15 -15"]
     assert lines.count("this node got SIGTERM, and ends") == 1
+
+
+def terminate_at_once(folder: Path) -> None:
+    _, theirs = socket.socketpair()
+    lifeline, group_signal, wakeup = os.pipe(), os.pipe(), os.pipe()
+    server = _Server(Channel(theirs), misbehave, folder, lifeline[0], group_signal, wakeup=wakeup)
+    signal.signal(signal.SIGTERM, lambda _number, _frame: _note_group_signal(server))
+    os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    _fork_node(server, "a", {"what": "stay"})
+    (node,) = server.nodes
+    status = os.waitstatus_to_exitcode(os.waitpid(node, 0)[1])
+    (folder / "found").write_text(f"{status} {_ready([group_signal[0]], 0.0)}")
+
+
+def test_sigterm_for_a_node_that_has_just_been_forked_ends_it(tmp_path: Path) -> None:
+    """And its fork server does not take it for a signal to all."""
+    with owner(terminate_at_once, tmp_path) as process:
+        process.join(RUN_END_S)
+        assert process.exitcode == 0
+    assert (tmp_path / "found").read_text() == "143 []"
 
 
 def test_signals_that_other_code_handles_do_not_end_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
