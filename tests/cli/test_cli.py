@@ -284,8 +284,8 @@ def test_helps_lose_no_text_and_wrap_at_any_width(skippipe: Command) -> None:
             assert Text.from_markup(text).plain == text.replace("\\[", "["), "brackets are markup"
         for paragraph in command.help.split("\n\n"):
             assert "\n" not in paragraph or paragraph.startswith("    "), "lines of the source, not of the terminal"
-    for name in ("check", "relay", "plan"):
-        assert "<bool>" not in skippipe(name, "--help").out, "a flag takes no value"
+    for words in ((), ("study",), ("check",), ("relay",), ("plan",)):
+        assert "<bool>" not in skippipe(*words, "--help").out, "a flag takes no value"
     assert "0 or more" in skippipe("plan", "--help").out
 
 
