@@ -186,6 +186,7 @@ def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
         (["simulate", "nothing.json"], "nothing.json: no such file"),
         (["simulate", "nothing.json", "--paths", "x"], "go with a built-in example"),
         (["check", "nothing.json"], "nothing.json: no such file"),
+        (["why", "."], ".: this is a folder; name a file in it"),
         (["cluster", "regions:many"], "write regions:NODES"),
         (["serve", "x", "--heartbeat", "0"], "--heartbeat: 0 is out of range; give 0.1 to 3,600"),
         (["profile", "--local", "2", "--heartbeat", "7200"], "--heartbeat: 7,200 is out of range; give 0.1 to 3,600"),
