@@ -35,6 +35,8 @@ def read_file(path: Path, loads: Callable[[str], Any], language: str) -> Any:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise UserError(f"{path}: this is a folder; name a file in it") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as text: {error}") from None
     try:

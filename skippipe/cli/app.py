@@ -16,11 +16,12 @@ from skippipe.cli import inspect as inspect_command
 from skippipe.cli import node as node_command
 from skippipe.cli import plan as plan_command
 from skippipe.cli import train as train_command
-from skippipe.cli.command import Command
+from skippipe.cli.command import Command, Group
 from skippipe.cli.options import check_ranges_of
 
 app = typer.Typer(
     name="skippipe",
+    cls=Group,
     help="Train and serve large language models over machines that are far apart, unequal and unreliable.\n\n"
     "Start with: skippipe compare published20 --full-timing, then skippipe job and skippipe train.",
     no_args_is_help=True,

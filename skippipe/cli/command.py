@@ -7,9 +7,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 OLD_NAMES_OF_OUTPUT = ("--out", "--results")
+
+
+class Group(TyperGroup):
+    """Commands under one name."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
 
 
 class Command(TyperCommand):
@@ -18,15 +25,9 @@ class Command(TyperCommand):
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
         self.help = _one_line_a_paragraph(self.help or "")
-        for flag in self.params:
-            if getattr(flag, "is_flag", False):
-                flag.metavar = ""  # typer shows '<bool>', as if a value had to follow
 
-    def get_help_option(self, ctx: Any) -> Any:
-        shown = super().get_help_option(ctx)
-        if shown is not None:
-            shown.metavar = ""
-        return shown
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_type(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for param in self.params for name in param.opts}
@@ -36,6 +37,14 @@ class Command(TyperCommand):
                 if word == "--json" and after.endswith(".json") and not Path(after).is_dir():
                     words[at] = "--output"
         return super().parse_args(ctx, words)
+
+
+def _flags_without_type(params: list[Any]) -> list[Any]:
+    """Options for the help: of flags typer would show '<bool>', as if a value had to follow."""
+    for each in params:
+        if getattr(each, "is_flag", False):
+            each.metavar = ""
+    return params
 
 
 def _one_line_a_paragraph(docstring: str) -> str:

@@ -15,6 +15,7 @@ from typer.models import OptionInfo
 
 from skippipe.codecs import CODECS, LOW_RANK
 from skippipe.errors import UserError
+from skippipe.model_shape import MODELS
 from skippipe.optim import DEFAULT as DEFAULT_OPTIMIZER
 from skippipe.optim import OPTIMIZERS
 from skippipe.value_ranges import (
@@ -176,9 +177,7 @@ class SweepOptions:
     ] = None
     model: Annotated[
         str | None,
-        workload_option(
-            "llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b, or a Hugging Face config.json.", "llama-1.5b"
-        ),
+        workload_option(f"{', '.join(MODELS)}, or a Hugging Face config.json or its folder.", "llama-1.5b"),
     ] = None
     sequence: Annotated[int | None, SEQUENCE, workload_option("Tokens of a sample.", "4096")] = None
     samples: Annotated[int | None, SAMPLES, workload_option("Samples of a microbatch.", "2")] = None
@@ -345,7 +344,7 @@ def with_given(config: Config, /, **given: Any) -> Config:
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     """The problem: the example's own settings or the defaults, overridden by the command line."""
     from skippipe.dispatch import Dispatch
-    from skippipe.model_shape import MODELS, model_named
+    from skippipe.model_shape import model_named
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, fastest_of, problem_of
     from skippipe.timeline import Timing
     from skippipe.workload import Workload

@@ -132,8 +132,14 @@ def serve(
     from skippipe.transport.addresses import is_loopback
 
     web.check_installed("prometheus_client")
+    tokens = _tokens(token_file)
+    if not tokens and not is_loopback(host):
+        raise UserError(
+            f"--host {host}: others can reach that address: put a token into a file and name it with --token-file, or "
+            f"into {TOKEN_VARIABLE}; or listen on 127.0.0.1"
+        )
     settings = web.ApiSettings(
-        tokens=_tokens(token_file),
+        tokens=tokens,
         loopback=is_loopback(host),
         answer_timeout=timedelta(seconds=timeout),
         max_tokens=max_tokens,

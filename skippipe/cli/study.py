@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli.command import Command
+from skippipe.cli.command import Command, Group
 from skippipe.cli.options import Overwrite
 from skippipe.errors import UserError
 from skippipe.json_fields import check_empty, write_text
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from skippipe.study import planned_time, runner
 
 commands = typer.Typer(
+    cls=Group,
     help="What skipping does to the model: train variants with several seeds, and compare them.\n\n"
     "A study file (TOML) names the model, the texts, and variants; each has a recipe that says which share of the "
     "stages is skipped, and when. 'skippipe study run' trains every variant with every seed, in one process and "

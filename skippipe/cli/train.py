@@ -185,10 +185,6 @@ def export(
     Example: skippipe export run model/
     """
     from skippipe.checkpoint.format import MANIFEST, Checkpoints
-    from skippipe.checkpoint.hf_export import hub_api
-    from skippipe.checkpoint.hf_export import push as upload
-    from skippipe.checkpoint.manager import export as exported
-    from skippipe.checkpoint.manager import export_adapter
 
     if private and push is None:
         raise UserError("--private: goes with --push, which uploads the model")
@@ -216,6 +212,11 @@ def export(
     check_empty(folder)
     if adapter and score is not None:
         raise UserError("--score: is for the model card, which adapters alone do not have; leave out one of them")
+    from skippipe.checkpoint.hf_export import hub_api  # these import torch, which takes seconds
+    from skippipe.checkpoint.hf_export import push as upload
+    from skippipe.checkpoint.manager import export as exported
+    from skippipe.checkpoint.manager import export_adapter
+
     api = hub_api(push) if push is not None else None
     manifest = export_adapter(place, folder) if adapter else exported(place, folder, score)
     what = "adapter" if adapter else "model"

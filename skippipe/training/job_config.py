@@ -62,7 +62,8 @@ Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
 @dataclass(frozen=True)
 class ModelConfig:
     config: str = "llama-tiny"
-    """A preset (llama-tiny, llama-30m, llama-500m, llama-1.5b, llama-8b), a Hugging Face config.json, or its folder."""
+    """A preset (llama-tiny, llama-30m, llama-46m, llama-300m, llama-500m, llama-1.5b, llama-8b), a Hugging Face
+    config.json, or its folder."""
     weights: str = ""
     """A Hugging Face folder with weights (safetensors) to begin with, or its name on the hub; the configuration is then
     taken from it, and the tokenizer unless data.tokenizer names one; a model.config that is the same with more layers

@@ -143,8 +143,8 @@ def timetable_text(
     """What a run comes to, from the number of iterations and the plan for each length of paths, shortest first; seconds
     if they are promised."""
     parts = {
-        length: f"{lengths[length]:,} iterations through {path_length_text(length)} of {stages} stages"
-        for length in sorted(lengths, key=parts_of)
+        length: f"{count:,} iteration{'s' * (count != 1)} through {path_length_text(length)} of {stages} stages"
+        for length, count in sorted(lengths.items(), key=lambda each: parts_of(each[0]))
     }
     if not promised:
         return ", ".join(parts.values())

@@ -186,6 +186,7 @@ def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
         (["simulate", "nothing.json"], "nothing.json: no such file"),
         (["simulate", "nothing.json", "--paths", "x"], "go with a built-in example"),
         (["check", "nothing.json"], "nothing.json: no such file"),
+        (["why", "."], ".: this is a folder; name a file in it"),
         (["cluster", "regions:many"], "write regions:NODES"),
         (["serve", "x", "--heartbeat", "0"], "--heartbeat: 0 is out of range; give 0.1 to 3,600"),
         (["profile", "--local", "2", "--heartbeat", "7200"], "--heartbeat: 7,200 is out of range; give 0.1 to 3,600"),
@@ -284,8 +285,8 @@ def test_helps_lose_no_text_and_wrap_at_any_width(skippipe: Command) -> None:
             assert Text.from_markup(text).plain == text.replace("\\[", "["), "brackets are markup"
         for paragraph in command.help.split("\n\n"):
             assert "\n" not in paragraph or paragraph.startswith("    "), "lines of the source, not of the terminal"
-    for name in ("check", "relay", "plan"):
-        assert "<bool>" not in skippipe(name, "--help").out, "a flag takes no value"
+    for words in ((), ("study",), ("check",), ("relay",), ("plan",)):
+        assert "<bool>" not in skippipe(*words, "--help").out, "a flag takes no value"
     assert "0 or more" in skippipe("plan", "--help").out
 
 

@@ -176,3 +176,4 @@ def test_what_a_run_comes_to() -> None:
         f"905 iterations through 3 of 4 stages at {each_s:.2f} s, "
         f"100 iterations through 4 of 4 stages at {each_s:.2f} s: {1005 * each_s:,.1f} s promised in all"
     )
+    assert timetable_text({3: 1}, {}, 4, promised=False) == "1 iteration through 3 of 4 stages"

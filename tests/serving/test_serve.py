@@ -337,7 +337,7 @@ def test_ctrl_c_ends_all_and_says_so(server: Server, theirs: Theirs) -> None:
     ("words", "why"),
     [
         (["nowhere"], "no such folder"),
-        (["--host", "0.0.0.0"], "give one, or listen on 127.0.0.1"),
+        (["--host", "0.0.0.0"], "name it with --token-file, or into SKIPPIPE_API_TOKEN"),
         (["--token-file", "open"], "chmod 600"),
         (["--token-file", "empty"], "has no token"),
         (["--token-file", "missing"], "cannot be read"),

@@ -21,6 +21,7 @@ import pytest
 
 from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
+from skippipe.model_shape import MODELS
 from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.planner.problem import PlanRequest
@@ -342,8 +343,9 @@ def test_a_new_job_has_the_fields_that_are_not_refused() -> None:
     recipe = {name: entry for name, entry in FIELDS.items() if name.startswith("recipe.")}
     refused = {name for name, entry in recipe.items() if isinstance(entry, Refused)}
     assert refused == FOR_STUDIES
-    shown = tomllib.loads(example(JobConfig, omitted=FOR_STUDIES))["recipe"]
-    assert {f"recipe.{name}" for name in shown} == recipe.keys() - refused
+    text = example(JobConfig, omitted=FOR_STUDIES)
+    assert {f"recipe.{name}" for name in tomllib.loads(text)["recipe"]} == recipe.keys() - refused
+    assert all(model in text for model in MODELS), "presets of model.config"
 
 
 @pytest.mark.parametrize(("name", "value", "others"), WITHOUT_EFFECT)
