@@ -109,6 +109,17 @@ def tcp_server(host: str, port: int, backlog: int | None = None) -> socket.socke
     return socket.create_server((host, port), family=family_of(host), backlog=backlog, dualstack_ipv6=host == "::")
 
 
+def listening_socket(
+    host: str, port: int, backlog: int | None = None, hint: str = "choose another port, or 0 for any"
+) -> socket.socket:
+    """The same; UserError, with this hint, if this machine cannot listen there."""
+    try:
+        return tcp_server(host, port, backlog)
+    except OSError as error:
+        where, why = join_address(host, port), error.strerror or error
+        raise UserError(f"{where}: cannot listen there: {why}; {hint}") from None
+
+
 def _wildcard(host: str) -> str:
     return "0.0.0.0" if host == "::" and not socket.has_dualstack_ipv6() else host
 
@@ -127,7 +138,7 @@ def without_brackets(host: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
-def join_address(host: str, port: int) -> str:
+def join_address(host: str, port: int | str) -> str:
     host = without_brackets(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -194,7 +205,7 @@ def callback_ports(port: int) -> tuple[int, ...]:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{join_address(host, port)}"
 
 
 def site_of(host: str) -> str:

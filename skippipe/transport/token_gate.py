@@ -79,7 +79,7 @@ class TokenGate(Generic[Meaning]):
             self._refuse(stream)
         elif len(came) == PREFACE.size:
             self._unread.discard(stream)
-            self._loop.watch(stream, 0, _nothing)
+            self._loop.unwatch(stream)
             self._show(stream, bytes(came[len(MAGIC) :]))
 
     def _show(self, stream: socket.socket, token: bytes) -> None:
@@ -104,7 +104,3 @@ class TokenGate(Generic[Meaning]):
         if stream.fileno() >= 0:
             self.refused += 1
             self._loop.drop(stream)
-
-
-def _nothing() -> None:
-    pass
