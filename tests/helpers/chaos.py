@@ -33,7 +33,6 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import Event, IterationReport
 from skippipe.runtime.messages import COORDINATOR
-from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.simulation.fault_injection import RELAY, Fault
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
@@ -48,7 +47,7 @@ from skippipe.training.job_config import (
     TransportConfig,
 )
 from skippipe.transport.addresses import OUT_ONLY, free_port, split_all
-from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from skippipe.transport.keys import THE_COORDINATOR, KeyFile, KeyPair, PeerList
 from skippipe.workload import Workload
 from tests.helpers.faulty_node import HUB, LOOK_S, Scene, name_of, run_coordinator, run_nodes, run_relay
 from tests.helpers.plans import uniform_cluster

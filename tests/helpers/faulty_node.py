@@ -32,7 +32,7 @@ from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.messages import COORDINATOR, CallBack
-from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
+from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
 from skippipe.runtime.node.state_machine import TrainingNode
@@ -46,7 +46,7 @@ from skippipe.training.job_config import JobConfig
 from skippipe.training.metrics import MetricsFile
 from skippipe.training.train_job import run_job
 from skippipe.transport.addresses import OUT_ONLY
-from skippipe.transport.keys import KeyFile, KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyFile, KeyPair
 from skippipe.transport.message import Message
 from skippipe.transport.relay import Relay
 

@@ -16,12 +16,11 @@ from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, S
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.messages import ControlMessage, NewPlan, PeerUpdate, StateRequest, Stop, Welcome
-from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.rendezvous import EXIT_MESSAGE_S, EndedNodes, Listener, poll_s
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.admission import NodeNeeds
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox, Security
 from skippipe.transport.message import Message, MessageKind, Received, StatePiece
 
