@@ -20,8 +20,6 @@ from skippipe.runtime.relay_pool import RelayInfo
 class StartupContext(CommitContext, Protocol):
     """What the startup sees of the coordinator."""
 
-    def gather_weights(self) -> None: ...
-
     def await_last_step(self, stepped: set[int]) -> None: ...
 
 

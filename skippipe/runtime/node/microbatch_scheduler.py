@@ -24,12 +24,8 @@ from skippipe.runtime.routing import apply_reroute, routes_of
 from skippipe.timeline import Timing
 from skippipe.transport.message import Hop, Message
 
-all_steps, steps, place = (
-    python_version(dispatch.all_steps),
-    python_version(dispatch.steps),
-    python_version(dispatch.place),
-)
-message_pass = python_version(dispatch.message_pass)
+all_steps, steps = python_version(dispatch.all_steps), python_version(dispatch.steps)
+place, message_pass = python_version(dispatch.place), python_version(dispatch.message_pass)
 is_weights, weights_after = python_version(dispatch.is_weights), python_version(dispatch.weights_after)
 frees_slot, may_start = python_version(dispatch.frees_slot), python_version(dispatch.may_start)
 urgency, goes_before = python_version(dispatch.urgency), python_version(dispatch.goes_before)
