@@ -73,7 +73,7 @@ class ModelCard:
     """
 
     config: Any
-    """Of the model, as transformers has it."""
+    """Configuration of the model, as transformers has it."""
     layers: tuple[int, ...]
     """Layers of each stage."""
     parameters: int
@@ -185,7 +185,7 @@ class ModelFolder:
     run_id: str = ""
     """The run that trained it."""
     run: Path | None = None
-    """Its output folder, for the model card."""
+    """The run's output folder, for the model card."""
     iterations: int | None = None
     """After how many iterations the weights were taken; None: after the last."""
     score: Path | None = None

@@ -65,7 +65,7 @@ class Tiles(NamedTuple):
     warps: int = 4
 
     def steps(self, inputs: int) -> int:
-        """Of one program's loop."""
+        """Steps of one program's loop."""
         return ceil(ceil(inputs / self.inner) / self.splits)
 
 
@@ -234,7 +234,7 @@ class DecodeKernels:
         return self.product(x, weight, bias=bias, residual=residual, following=following, prepare=ready), ready
 
     def room_for(self, x: Tensor, weight: Tensor, tiles: Tiles | None = None) -> Prepared:
-        """Of what a product of x prepares."""
+        """Room for what a product of x prepares."""
         tiles = tiles or tiles_for(*weight.shape)
         blocks = ceil(len(weight) / tiles.columns)
         sums = torch.empty(blocks, MOST_ROWS, dtype=torch.float32, device=x.device)

@@ -65,7 +65,7 @@ class LayerRunner:
     def __init__(self, kernels: DecodeKernels | None = None, *, compiled: bool = False) -> None:
         self._kernels = kernels
         self._unchecked = {"layer", "logits"}
-        """Of the kernels: compared with the plain computation when they run first."""
+        """Kernels that have not run: the first run is compared with the plain computation."""
         self._layer = layer_step
         if compiled:
             keep_compiled_forms()  # sizes of batch and cache
@@ -203,13 +203,13 @@ class StaticDecoding:
         self._staged = staged
         self._chain = chain
         self._layers = layers
-        """Of each stage, weights and settings of each layer."""
+        """Weights and settings of each layer of each stage."""
         self._runner = runner
         self.device = next(staged.stages[0].parameters()).device
         self._steps: dict[int, StaticStep] = {}
         self._shape = 0, 0
         self._rotations: list[tuple[Tensor, Tensor]] = []
-        """Of each stage; kept, because graphs read them where they are."""
+        """Rotations of each stage; kept, because graphs read them where they are."""
 
     def step(self, batch: int) -> StaticStep:
         """The step of a batch. Other caches than before make all steps of before useless."""
@@ -239,7 +239,7 @@ class Ahead(NamedTuple):
 
     step: StaticStep
     expects: tuple[tuple[Generation, int], ...]
-    """Of each row, its sequence, and how many tokens it has then."""
+    """The sequence of each row, and how many tokens it has then."""
 
 
 class StaticDecoder(TokenByToken):

@@ -65,7 +65,7 @@ class MetricsRow(NamedTuple):
 FIGURES = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time", "tokens")
 """Fields of a line of metrics.jsonl that are numbers, in the order of those of `MetricsRow`."""
 MORE_FIGURES = ("learning_rate", "elapsed_s", "left_s", "validation_loss")
-"""Those that come last there."""
+"""Fields of a line that are numbers too, and come last in `MetricsRow`."""
 
 
 class MetricsLine(NamedTuple):

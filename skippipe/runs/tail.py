@@ -93,7 +93,7 @@ def trace_name(iteration: int) -> str:
 
 
 TRACE = re.compile(r"(iteration-)?(\d{1,12})\.json")
-"""Of iteration 50 `000050.json`; those of earlier versions count from 0: `iteration-000049.json`."""
+"""The name of a trace: `000050.json` of iteration 50, or as earlier versions count, from 0, `iteration-000049.json`."""
 
 
 class TraceFile(NamedTuple):
@@ -102,7 +102,7 @@ class TraceFile(NamedTuple):
     made: float
     """Unix time of writing."""
     iteration: int
-    """From 0."""
+    """The iteration, from 0."""
     path: Path
 
 

@@ -81,13 +81,13 @@ class Examined:
     addresses: tuple[str, ...] = ()
     """host:port of the coordinator."""
     keys: KeyPair | None = None
-    """Of a member, or of an invitation; none: the coordinator can be reached, but not asked."""
+    """Key pair of a member, or of an invitation; none: the coordinator can be reached, but not asked."""
     coordinator: str = ""
     """The coordinator's public key."""
     listen: str = "0"
     address: str | None = None
     devices: str | None = None
-    """As of a `JoinConfig`; none: the job's."""
+    """Devices as in `JoinConfig`; none: the job's."""
     clock: Callable[[], float] = time.time
     connect_s: float = CONNECT_S
     """How long a connection may take."""

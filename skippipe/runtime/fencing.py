@@ -96,7 +96,7 @@ class Fence:
         self._sent = 0
 
     def stamp(self, node: Hashable, incarnation: int | None = None) -> Stamp:
-        """For a message to a node: to the incarnation that is known, or to another."""
+        """The stamp of a message to a node: to the incarnation that is known, or to another."""
         self._sent += 1
         return Stamp(self._incarnations.get(node, 0) if incarnation is None else incarnation, self.term, self._sent)
 

@@ -53,7 +53,7 @@ class RelayAgent:
         self._coordinator = ""
         self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._secret = b""
-        """For the streams to this coordinator, in this connection; empty: there is none."""
+        """Secret of the streams to this coordinator, in this connection; empty: there is none."""
         self._retry_at = self._hello_at = 0.0
         self._refused_since: float | None = None
         self._load_at = time.monotonic() + LOAD_EVERY_S

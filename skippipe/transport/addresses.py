@@ -99,7 +99,7 @@ def listen_address(listen: str, coordinator: str, address: str | None) -> str:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of a numeric address, or of a name at which this machine is to listen."""
+    """The address family of a numeric address, or of a name at which this machine is to listen."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -112,7 +112,7 @@ def tcp_server(host: str, port: int, backlog: int | None = None) -> socket.socke
 def listening_socket(
     host: str, port: int, backlog: int | None = None, hint: str = "choose another port, or 0 for any"
 ) -> socket.socket:
-    """The same; UserError, with this hint, if this machine cannot listen there."""
+    """As `tcp_server`; UserError, with this hint, if this machine cannot listen there."""
     try:
         return tcp_server(host, port, backlog)
     except OSError as error:
@@ -145,7 +145,7 @@ def join_address(host: str, port: int | str) -> str:
 
 HANDSHAKE_S = 30.0
 HANDSHAKE_BEGUN_S = 24.0
-"""For the side that connects. It gives up first: a handshake that the other side ends was then refused there."""
+"""Time for the side that connects. It gives up first: a handshake that the other side ends was then refused there."""
 UNFINISHED_HANDSHAKE = -1
 """An event beside those of libzmq: nobody has ended the handshake, the time for it is over."""
 LEAST_LINGER_S = 0.1
@@ -182,7 +182,7 @@ def split_address(address: str) -> Place:
 
 
 def split_all(addresses: str) -> list[Place]:
-    """Of addresses with commas between them."""
+    """Host and port of each of several addresses with commas between them, none twice."""
     found = [split_address(each.strip()) for each in addresses.split(",")]
     if len(found) > MOST_ADDRESSES:
         raise UserError(f"{addresses[:40]}…: {len(found)} addresses; at most {MOST_ADDRESSES} are tried")

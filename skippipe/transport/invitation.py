@@ -39,7 +39,7 @@ AGAIN = "copy the whole string again, or ask for a new one"
 @dataclass(frozen=True)
 class Invitation:
     name: str
-    """Of the node that is invited."""
+    """Name of the node that is invited."""
     coordinator: str
     """The coordinator's public key."""
     addresses: tuple[str, ...]

@@ -62,7 +62,7 @@ class MemberRow:
     seen_s: int = 0
     """When the coordinator last heard of it; 0: never."""
     expires_s: int = 0
-    """Of an invitation."""
+    """When the invitation expires; 0: it is none."""
     relay: bool = False
     """It is a relay, no node."""
 

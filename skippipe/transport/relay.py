@@ -44,7 +44,7 @@ class RelayLimits:
     streams: int = 4096
     """Joined streams at one time; two nodes need up to six."""
     node_streams: int = 512
-    """Those of one node."""
+    """Joined streams of one node at one time."""
     idle_s: float = 600.0
     """A stream that carries nothing for that long is closed."""
 

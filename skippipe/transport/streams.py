@@ -292,7 +292,7 @@ class _Direction:
         self.over = False
         """The source sends nothing more."""
         self.shut = False
-        """And the target has been told so."""
+        """The target has been told that the source is over."""
 
     @property
     def pending(self) -> bool:

@@ -88,9 +88,9 @@ class NodeAgent:
         )
         self._links = PeerLinks(self._mailbox, join_config.name)
         self._secret = b""
-        """For streams to the coordinator; another one with every hello."""
+        """Secret of the streams to the coordinator; another one with every hello."""
         self._handshakes_failed = 0
-        """In a row, with the coordinator."""
+        """Handshakes with the coordinator that failed in a row."""
         self._calls_out = False
         """The coordinator has not reached this node at its address before."""
         self._coordinator = join_config.coordinator

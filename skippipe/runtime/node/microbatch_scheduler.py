@@ -97,7 +97,7 @@ class MicrobatchScheduler:
         self.took_ns: dict[int, list[int]] = {}
         """Kind of task → number of tasks, and ns that they took."""
         self._copies: list[tuple[StageTask, CopyTimes]] = []
-        """Of recorded tasks: copies of what they were given, and of what they made."""
+        """Copies between host and device of what recorded tasks were given, and of what they made."""
         self.lag_ns: dict[int, int] = {}
         """Sender → the least time that a hop took from there."""
         self.sent_bytes: Counter[int] = Counter()
@@ -202,7 +202,7 @@ class MicrobatchScheduler:
         self._ready.append(ReadyTask(self._task(lane, microbatch, 0), now_ns))
 
     def _task(self, lane: int, microbatch: int, step: int) -> StageTask:
-        """On the device that has the microbatch, or is likely to get it."""
+        """A task on the device that has the microbatch, or is likely to get it."""
         route = self.routes[lane]
         target = self._schedule.targets[lane][step] if step < route.length else 0
         data = route.first_microbatch + microbatch
