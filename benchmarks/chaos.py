@@ -43,7 +43,7 @@ from skippipe.plan import Plan
 from skippipe.planner.repair.repair import compile_repair
 from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.simulation.fault_injection import DURING, RELAY, During, Fault, drawn, kill
-from tests.helpers.chaos import HEARTBEAT_S, NODES, ONLY, Broke, Chaos, Ground, Outcome
+from tests.helpers.chaos import HEARTBEAT_S, NODES, ONLY, Chaos, CheckFailed, Outcome, RunSetup
 from tests.helpers.fault_scenarios import scenario
 from tests.helpers.virtual_chaos import Hang, plans_of, play, staged
 
@@ -96,7 +96,7 @@ def virtual(asked: argparse.Namespace) -> int:
         try:
             play(played)
         finally:
-            print(played.tale())
+            print(played.timeline())
         return 0
     began = time.perf_counter()
     verdicts = []
@@ -182,19 +182,19 @@ def half_of(random: Random, plan: Plan) -> frozenset[int]:
     return frozenset(random.sample([node for node in plan.stage_of if node not in kept], NODES // 2))
 
 
-def drawn_chaos(seed: int, ground: Ground, folder: Path, *, out_only: bool = False) -> Chaos:
+def drawn_chaos(seed: int, run_setup: RunSetup, folder: Path, *, out_only: bool = False) -> Chaos:
     random = Random(seed)
-    faults = drawn(random, Plan.load(ground.plan_file), ITERATIONS)
+    faults = drawn(random, Plan.load(run_setup.plan_file), ITERATIONS)
     faults = [replace(fault, lasts_s=fault.lasts_s and fault.lasts_s * SHORTER) for fault in faults]
     joined = any(COORDINATOR in fault.nodes for fault in faults) or random.random() < 0.3
     choices = {"kept_every": random.choice([0, 2]), "lost_stage": random.choice(["checkpoint", "neighbours"])}
     faults = [replace(fault, silent=fault.kind.startswith("cut") and random.random() < 0.5) for fault in faults]
     if not out_only:
-        return Chaos(ground, folder, faults, ITERATIONS, joined=joined, choices=choices)
-    half = half_of(random, Plan.load(ground.plan_file))
+        return Chaos(run_setup, folder, faults, ITERATIONS, joined=joined, choices=choices)
+    half = half_of(random, Plan.load(run_setup.plan_file))
     lost = kill(RELAY).at(random.randrange(1, ITERATIONS - 1), random.choice(DURING[:5]))
     faults.append(lost.back_after(SHORTER * random.choice([0.01, 3.0, 12.0, 40.0])))
-    return Chaos(ground, folder, faults, ITERATIONS, joined=True, choices=choices, out_only=half, relay=True)
+    return Chaos(run_setup, folder, faults, ITERATIONS, joined=True, choices=choices, out_only=half, relay=True)
 
 
 def processes(asked: argparse.Namespace) -> int:
@@ -202,17 +202,17 @@ def processes(asked: argparse.Namespace) -> int:
     seeds = range(asked.seed, asked.seed + asked.plans) if asked.only is None else [asked.only]
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="chaos") as name:
-        ground = made(Path(name) / "ground")
+        run_setup = made(Path(name) / "run_setup")
         for seed in seeds:
-            chaos = drawn_chaos(seed, ground, Path(name) / str(seed), out_only=asked.out_only)
+            chaos = drawn_chaos(seed, run_setup, Path(name) / str(seed), out_only=asked.out_only)
             tally.runs += 1
             try:
                 outcome = chaos.run()
                 outcome.check()
                 tally.take(seed, outcome)
                 if asked.only is not None:
-                    print(outcome.tale())
-            except Broke as error:
+                    print(outcome.timeline())
+            except CheckFailed as error:
                 tally.failed.append(seed)
                 tally.flaws[kind_of(str(error))] += 1
                 print(f"seed {seed}: {'; '.join(map(str, chaos.faults))}\n{error}\n", flush=True)
@@ -222,9 +222,9 @@ def processes(asked: argparse.Namespace) -> int:
     return bool(tally.failed)
 
 
-def made(folder: Path, text: str | None = None, **sizes: Any) -> Ground:
+def made(folder: Path, text: str | None = None, **sizes: Any) -> RunSetup:
     folder.mkdir(parents=True)
-    return Ground.made(folder, text, **sizes)
+    return RunSetup.made(folder, text, **sizes)
 
 
 # How soon
@@ -243,11 +243,11 @@ def recovery(asked: argparse.Namespace) -> int:
     took, within = [], 0
     print(f"{'killed':<20} {'during':<12} {'iteration':>10} {'recovery':>10} {'limit':>8}")
     with tempfile.TemporaryDirectory(prefix="chaos") as name:
-        ground = made(Path(name) / "ground")
+        run_setup = made(Path(name) / "run_setup")
         for number, (role, node, phase) in enumerate(islice(cycle(cases), asked.repetitions)):
             fault = kill(node).at(iteration=3, during=phase).back_after(0.5)
             choices = {"heartbeat_s": asked.heartbeat, "kept_every": 2 if phase == "checkpoint" else 0}
-            outcome = Chaos(ground, Path(name) / str(number), [fault], 8, joined=asked.joined, choices=choices).run()
+            outcome = Chaos(run_setup, Path(name) / str(number), [fault], 8, joined=asked.joined, choices=choices).run()
             outcome.check()
             iteration_s, recovered_s = quiet_s(outcome), outcome.recoveries_s[0]
             limit_s = asked.heartbeat + 2 * iteration_s
@@ -300,12 +300,12 @@ def summary(outcome: Outcome) -> str:
 def long(asked: argparse.Namespace) -> int:
     rows = []
     with tempfile.TemporaryDirectory(prefix="chaos") as name:
-        ground = made(Path(name) / "ground", "classics", sequence=32, samples=2)
+        run_setup = made(Path(name) / "run_setup", "classics", sequence=32, samples=2)
         for seed in range(asked.seeds):
             outcomes = []
             for what, faults in (("quiet", []), ("chaos", losses_of(seed, asked.iterations))):
                 chaos = Chaos(
-                    ground,
+                    run_setup,
                     Path(name) / f"{what}{seed}",
                     faults,
                     asked.iterations,

@@ -282,7 +282,7 @@ class Bench:
             output, prepared = hidden, None
             following = [*(weights.norm for weights, _ in layers[1:]), None]
             for (weights, stores), gain in zip(layers, following, strict=True):
-                output, prepared = kernels.chained(
+                output, prepared = kernels.layer(
                     output, weights, settings, stores, slots, positions, rotations, None,
                     prepared=prepared, following=gain,
                 )  # fmt: skip

@@ -28,7 +28,7 @@ from skippipe.runtime.train_role import ROLES
 from skippipe.training.backends import BACKENDS
 from skippipe.training.train_job import run_job
 from skippipe.transport.keys import KeyFile
-from tests.helpers.chaos import NODES, Ground
+from tests.helpers.chaos import NODES, RunSetup
 from tests.helpers.namespaces import Machine, neighbours
 
 PORT = 5555
@@ -136,12 +136,12 @@ def detection(asked: argparse.Namespace) -> int:
     print(f"{'what happens':<48} {'heartbeat':>9} {'noticed after':>24} {'called slow':>12}")
     late = 0
     with tempfile.TemporaryDirectory(prefix="detection") as name:
-        ground = Ground.made(Path(name))
+        run_setup = RunSetup.made(Path(name))
         for what, strike, noticed in CASES:
             took, slow = [], 0
             for repetition in range(asked.repetitions):
                 folder = Path(name) / f"{strike.__name__}-{repetition}"
-                with run_of(ground, folder, asked.heartbeat) as running:
+                with run_of(run_setup, folder, asked.heartbeat) as running:
                     strike(running)
                     since = time.time()
                     took += waited(lambda: noticed(running, since), f"{what}: not noticed")  # noqa: B023
@@ -154,7 +154,7 @@ def detection(asked: argparse.Namespace) -> int:
 
 
 @contextmanager
-def run_of(ground: Ground, folder: Path, heartbeat_s: float) -> Iterator[Running]:
+def run_of(run_setup: RunSetup, folder: Path, heartbeat_s: float) -> Iterator[Running]:
     """As far as its first iterations."""
     folder.mkdir()
     with ExitStack() as stack:
@@ -162,23 +162,23 @@ def run_of(ground: Ground, folder: Path, heartbeat_s: float) -> Iterator[Running
         machines = stack.enter_context(neighbours(folder, names, os.environ))
         running = Running(folder, machines, [])
         stack.callback(_end, running.pids)
-        running.pids += [_forked(machines[node], folder, _node(ground, node)) for node in range(NODES)]
-        running.pids.append(_forked(machines[LEADS], folder, _coordinator(ground, folder, heartbeat_s)))
+        running.pids += [_forked(machines[node], folder, _node(run_setup, node)) for node in range(NODES)]
+        running.pids.append(_forked(machines[LEADS], folder, _coordinator(run_setup, folder, heartbeat_s)))
         waited(lambda: len(running.lines("metrics.jsonl")) >= SETTLED, "training does not begin")
         yield running
 
 
-def _node(ground: Ground, node: int) -> Callable[[], None]:
+def _node(run_setup: RunSetup, node: int) -> Callable[[], None]:
     def run() -> None:
-        file = KeyFile.load(ground.keys / f"n{node}.key")
+        file = KeyFile.load(run_setup.keys / f"n{node}.key")
         where, lead = f"{address(node)}:{PORT}", f"{address(LEADS)}:{PORT}"
         NodeAgent(JoinConfig(file.node, lead, file.keys, file.coordinator, listen=where), ROLES).run()
 
     return run
 
 
-def _coordinator(ground: Ground, folder: Path, heartbeat_s: float) -> Callable[[], None]:
-    job = ground.job(folder / "run", 10**6, heartbeat_s=heartbeat_s, listen=f"{address(LEADS)}:{PORT}")
+def _coordinator(run_setup: RunSetup, folder: Path, heartbeat_s: float) -> Callable[[], None]:
+    job = run_setup.job(folder / "run", 10**6, heartbeat_s=heartbeat_s, listen=f"{address(LEADS)}:{PORT}")
     return lambda: run_job(job, BACKENDS["processes"])
 
 

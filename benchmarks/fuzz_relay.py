@@ -63,15 +63,11 @@ class StillLoop(StreamLoop):
         self.handlers: dict[Any, Callable[[], object]] = {}
         self.timers: list[Callable[[], object]] = []
 
-    def watch(self, stream: Any, events: int, handler: Handler) -> None:
-        if events:
-            self.handlers[stream] = handler
-        else:
-            self.handlers.pop(stream, None)
+    def watch(self, stream: Any, events: int, handler: Handler) -> None:  # noqa: ARG002
+        self.handlers[stream] = handler
 
-    def drop(self, stream: Any) -> None:
+    def unwatch(self, stream: Any) -> None:
         self.handlers.pop(stream, None)
-        stream.close()
 
     def after(self, seconds: float, what: Handler) -> None:  # noqa: ARG002
         self.timers.append(what)

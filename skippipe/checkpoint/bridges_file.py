@@ -52,7 +52,7 @@ class StandInsInfo:
     adapters: int = 0
     """Rank of the adapters; 0: there are none."""
     hop_rank: int = 0
-    """Of the rank of the adapters, what is divided among hops of different length."""
+    """The part of the adapters' rank that is divided among hops of different length."""
 
     @property
     def metadata(self) -> dict[str, str]:

@@ -25,13 +25,14 @@ from skippipe.checkpoint.format import run_field, save_tensors
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer
 from skippipe.errors import UserError, first_line, require
-from skippipe.json_fields import fsync_path, read_json
+from skippipe.json_fields import fsync_path
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import merged
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import Bridges, trained_bridges
 from skippipe.runs.records import MetricsRow, metrics_of
+from skippipe.runs.tail import read_object
 
 JOB_FILE = "job.json"
 CARD_FILE = "README.md"
@@ -44,7 +45,7 @@ _Generation: Any = GenerationConfig  # untyped
 def special_ids(folder: Path, config: Any) -> dict[str, int | list[int]]:
     """bos_token_id, eos_token_id and pad_token_id by the tokenizer in a folder; those that it has no token for are left
     out. A model that was trained further may end texts with other special tokens, too: these stay."""
-    settings, tokenizer = _object(folder / SETTINGS), _object(folder / FILE)
+    settings, tokenizer = (read_object(folder / name) or {} for name in (SETTINGS, FILE))
     vocabulary = (tokenizer.get("model") or {}).get("vocab")
     ids: dict[str, int] = dict(vocabulary) if isinstance(vocabulary, dict) else {}
     special = {each["content"]: each["id"] for each in tokenizer.get("added_tokens") or ()}
@@ -72,7 +73,7 @@ class ModelCard:
     """
 
     config: Any
-    """Of the model, as transformers has it."""
+    """Configuration of the model, as transformers has it."""
     layers: tuple[int, ...]
     """Layers of each stage."""
     parameters: int
@@ -84,7 +85,7 @@ class ModelCard:
     """What `skippipe eval` has written about it; none: the run's eval.json, if there is one."""
 
     def text(self) -> str:
-        job, rows = _object(self.run / JOB_FILE) if self.run else {}, self._rows()
+        job, rows = (read_object(self.run / JOB_FILE) if self.run else None) or {}, self._rows()
         base = _base_model(str(job.get("model", {}).get("weights") or ""))
         name = self.run.resolve().name if self.run else self.config.model_type
         front = ["---", "library_name: transformers", "pipeline_tag: text-generation", "tags:", "- skippipe"]
@@ -102,7 +103,7 @@ class ModelCard:
         )
 
     def _trained(self, job: dict[str, Any], rows: Sequence[MetricsRow]) -> Iterator[str]:
-        plan = _object(self.run / "plan.json") if self.run else {}
+        plan = (read_object(self.run / "plan.json") if self.run else None) or {}
         data, learning, batch, pipeline, lora = (
             job.get(name, {}) for name in ("data", "learning", "batch", "pipeline", "lora")
         )
@@ -136,7 +137,7 @@ class ModelCard:
 
     def _missing_stages(self) -> Iterator[str]:
         place = self.score or (self.run / SCORE_FILE if self.run else None)
-        score = _object(place) if place else {}
+        score = (read_object(place) if place else None) or {}
         sizes = score.get("sizes")
         yield from ("", "## With stages missing", "")
         if not isinstance(sizes, dict) or not sizes:
@@ -156,15 +157,6 @@ class ModelCard:
         found = (metrics_of(line) for line in file.read_bytes().split(b"\n"))
         rows = [each.row for each in found if each is not None]
         return [row for row in rows if self.iterations is None or row.iteration < self.iterations]
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none that can be read."""
-    try:
-        found = read_json(file) if file.is_file() else {}
-    except UserError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _base_model(weights: str) -> str:
@@ -193,7 +185,7 @@ class ModelFolder:
     run_id: str = ""
     """The run that trained it."""
     run: Path | None = None
-    """Its output folder, for the model card."""
+    """The run's output folder, for the model card."""
     iterations: int | None = None
     """After how many iterations the weights were taken; None: after the last."""
     score: Path | None = None

@@ -53,8 +53,7 @@ def keys(
 
     Example: skippipe keys cluster.json keys/
     """
-    from skippipe.runtime.node.agent import THE_COORDINATOR
-    from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+    from skippipe.transport.keys import THE_COORDINATOR, KeyFile, KeyPair, PeerList
 
     names = _node_names(cluster)
     relay_names = _split_names(relays) if relays else []
@@ -83,7 +82,7 @@ def _node_names(argument: str) -> list[str]:
 
 
 def _split_names(argument: str) -> list[str]:
-    from skippipe.runtime.node.agent import THE_COORDINATOR
+    from skippipe.transport.keys import THE_COORDINATOR
 
     names = [name.strip() for name in argument.split(",")]
     odd = [name for name in names if not name or not name.isprintable() or name == THE_COORDINATOR]

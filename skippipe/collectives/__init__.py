@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLLECTIVES", "Averager", "Collective", "CollectiveId", "GroupConfig", "MakeAverager", "collective_named"]
 
-COLLECTIVES: dict[str, Collective] = {
-    collective.id: collective
-    for collective in (
-        Auto(),
-        Ring(),
-        TorchAllReduce(),
-    )
-}
+COLLECTIVES: dict[str, Collective] = {collective.id: collective for collective in (Auto(), Ring(), TorchAllReduce())}
 
 if not TYPE_CHECKING:
     CollectiveId = Literal[tuple(COLLECTIVES)]  # what a job file may say; a type checker takes any text

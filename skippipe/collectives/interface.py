@@ -47,7 +47,7 @@ class Averager(Protocol):
 
 
 MakeAverager: TypeAlias = "Callable[[Tensor, str, bool], Averager]"
-"""From a gradient, the codec of messages, and whether sums are kept in host memory."""
+"""Makes an averager from a gradient, the codec of messages, and whether sums are kept in host memory."""
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Matrix(NamedTuple):
 
 
 def factored_matrices(weights: Iterable[tuple[int, tuple[int, ...]]], low_rank: LowRank) -> list[Matrix]:
-    """Of weights, given as start and shape, those of which factors are averaged."""
+    """The matrices, among weights given as start and shape, of which factors are averaged."""
     found = []
     for start, shape in weights:
         each = Matrices.of(shape)

@@ -32,7 +32,7 @@ class Piece:
 
     root: int
     share: int
-    """Its part of the gradient, of the sum of all pieces' shares."""
+    """Its part of the gradient: this share of the sum of all pieces' shares."""
     via: tuple[Link, ...] = ()
     """(node, next): nodes that send to another one on the way to the root; all others send straight to the root."""
     relays: tuple[Link, ...] = ()
@@ -186,7 +186,7 @@ class Schedule:
     at the same time, the one with the smaller number goes first."""
 
     shares: tuple[int, ...]
-    """Of the pieces of a round."""
+    """Shares of the pieces of a round."""
     transfers: tuple[Transfer, ...]
     needs: tuple[tuple[int, ...], ...]
     """[transfer]: the numbers of those that bring to its sender what it passes on, or what it begins a round with."""
@@ -258,7 +258,7 @@ class Schedule:
 
     @property
     def pieces(self) -> int:
-        """Of all rounds."""
+        """The number of pieces of all rounds."""
         return self.rounds * len(self.shares)
 
     def round_of(self, piece: int) -> int:

@@ -94,15 +94,15 @@ class TransferTimes(NamedTuple):
     """[transfer]: times in nanoseconds."""
 
     transmit_ns: Ints
-    """For which it keeps its link busy."""
+    """Time for which it keeps its link busy."""
     flight_ns: Ints
-    """From leaving to arriving; other messages may follow at once."""
+    """Time from leaving to arriving; other messages may follow at once."""
     notice_ns: Ints
     """After which the sender knows that the receiver is done, which counts where the receiver's download is shared."""
     upload_ns: Ints
-    """For which it keeps the sender's upload busy; 0: it has no limit."""
+    """Time for which it keeps the sender's upload busy; 0: that has no limit."""
     download_ns: Ints
-    """The same of the receiver's download."""
+    """Time for which it keeps the receiver's download busy; 0: that has no limit."""
 
 
 class FreeLinks(NamedTuple):
@@ -125,7 +125,7 @@ class MergedSchedule:
     """The schedules of all stages as arrays for `run_schedule`: their transfers share links, and ranks are over all."""
 
     number: int
-    """Of the stages."""
+    """Number of stages."""
     stages: Ints
     """[transfer], as are the next five: its stage."""
     numbers: Ints

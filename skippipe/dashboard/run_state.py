@@ -22,7 +22,7 @@ from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.runs import records
 from skippipe.runs.records import EventRecord, LinkBytes, MetricsRow, RecordedIteration, TraceBar, WalSummary
-from skippipe.runs.tail import FileTail, belongs_to, checkpoints_in, run_id_of, traces_in
+from skippipe.runs.tail import FileTail, belongs_to, checkpoints_in, parse_object, run_id_of, traces_in
 from skippipe.timeline import HUES
 
 MOST_EVENTS = 300  # kept; older ones are in the file
@@ -213,7 +213,7 @@ class RunFollower:
         except OSError:
             return
         self.state.unread["plan.json"] = 0
-        self._set_plan(records.parse_object(content), [], "plan.json")
+        self._set_plan(parse_object(content), [], "plan.json")
 
     def _set_plan(self, plan: Any, learning: list[Any], source: str) -> None:
         state = self.state

@@ -47,13 +47,12 @@ def access_settings(host: str) -> ApiSettings:
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    from skippipe.transport.addresses import join_address, tcp_server
+    from skippipe.transport.addresses import listening_socket
 
     try:
-        return tcp_server(host, port, BACKLOG)
-    except OSError as error:
-        where, why = join_address(host, port), error.strerror or error
-        raise UserError(f"{option} {where}: cannot listen there: {why}; choose another port, or 0 for any") from None
+        return listening_socket(host, port, BACKLOG)
+    except UserError as error:
+        raise UserError(f"{option} {error}") from None
 
 
 def url_of(listener: socket.socket) -> str:

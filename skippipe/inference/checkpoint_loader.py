@@ -73,7 +73,7 @@ class CheckpointOutline:
     layers: tuple[int, ...]
     """Number of layers of each stage."""
     stand_ins: StandInsInfo | None = None
-    """For missing stages, if it has any."""
+    """Bridges and adapters for missing stages, if it has any."""
 
     def tokenizer(self) -> Any:
         return _tokenizer(self.place, self.spec.config.vocab_size)

@@ -67,11 +67,8 @@ class Tiles(NamedTuple):
     warps: int = 4
 
     def steps(self, inputs: int) -> int:
-        """Of one program's loop."""
+        """Steps of one program's loop."""
         return ceil(ceil(inputs / self.inner) / self.splits)
-
-    def programs(self, outputs: int) -> int:
-        return ceil(outputs / self.columns) * self.splits
 
 
 Product = tuple[int, int, bool]
@@ -215,26 +212,13 @@ class DecodeKernels:
         positions: Tensor,
         rotations: tuple[Tensor, Tensor],
         window: int | None,
-    ) -> Tensor:
-        """As `layer_step`, but with the rotations of all positions, [1, positions, head size]."""
-        return self.chained(hidden, weights, settings, stores, slots, positions, rotations, window)[0]
-
-    def chained(
-        self,
-        hidden: Tensor,
-        weights: FusedLayer,
-        settings: LayerSettings,
-        stores: tuple[Tensor, Tensor],
-        slots: Tensor,
-        positions: Tensor,
-        rotations: tuple[Tensor, Tensor],
-        window: int | None,
         *,
         prepared: Prepared | None = None,
         following: Tensor | None = None,
     ) -> tuple[Tensor, Prepared | None]:
-        """As `layer`, of several in a row: with what the layer before has `prepared`, and, if `ahead`, preparing for
-        the next one, whose first norm has the gain `following`."""
+        """As `layer_step`, but with the rotations of all positions, [1, positions, head size]; and with what the layer
+        before has `prepared`. Gives also what is prepared, if `ahead`, for the next layer, whose first norm has the
+        gain `following`."""
         epsilon = settings.epsilon
         qkv = self.product(
             hidden, weights.qkv, gain=weights.norm, bias=weights.qkv_bias, epsilon=epsilon, prepared=prepared
@@ -257,7 +241,7 @@ class DecodeKernels:
         return self.product(x, weight, bias=bias, residual=residual, following=following, prepare=ready), ready
 
     def room_for(self, x: Tensor, weight: Tensor, tiles: Tiles | None = None) -> Prepared:
-        """Of what a product of x prepares."""
+        """Room for what a product of x prepares."""
         tiles = tiles or tiles_for(*weight.shape)
         blocks = ceil(len(weight) / tiles.columns)
         sums = torch.empty(blocks, MOST_ROWS, dtype=torch.float32, device=x.device)

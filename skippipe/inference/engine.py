@@ -142,7 +142,7 @@ class GenerationEngine:
         self._max_sequences = max_sequences
         self._waiting: deque[Generation] = deque()
         self._active: list[Generation] = []
-        """In the order of their slots, which are 0, 1, 2 and so on, so that the KV caches are read without copying."""
+        """Running sequences by slot: 0, 1, 2 and so on, so that the KV caches are read without copying."""
         self._added = 0
 
     @property

@@ -137,7 +137,7 @@ class LikelihoodBatch(NamedTuple):
     """Requests that are computed together; tensors are on one device."""
 
     requests: list[int]
-    """Their numbers."""
+    """Numbers of the requests."""
     inputs: Tensor
     """Token ids, [rows, tokens], padded at the end."""
     scored: Tensor
@@ -152,7 +152,7 @@ class LikelihoodBatch(NamedTuple):
         return self._replace(**tensors)
 
     def likelihoods(self, logs: Tensor, greedy: Tensor) -> list[Likelihood]:
-        """From what `token_likelihoods` finds."""
+        """The likelihoods of the requests, from what `token_likelihoods` finds."""
         starts = np.concatenate([[0], np.cumsum(self.counts)[:-1]])
         sums = np.add.reduceat(logs.double().cpu().numpy(), starts)
         every = np.logical_and.reduceat(greedy.cpu().numpy(), starts)

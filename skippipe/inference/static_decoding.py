@@ -23,15 +23,7 @@ from torch import Tensor, nn
 
 from skippipe.inference.cached_stage import BatchRows, CachedStage, CacheFull, StageCache, StageChain, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.decode_kernels import (
-    AHEAD,
-    EARLY,
-    MOST_ROWS,
-    DecodeKernels,
-    agree,
-    kernels_for,
-    warn_unused,
-)
+from skippipe.inference.decode_kernels import AHEAD, EARLY, MOST_ROWS, DecodeKernels, agree, kernels_for, warn_unused
 from skippipe.inference.engine import TokenByToken, rows_after
 from skippipe.inference.fused_layer import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
@@ -75,7 +67,7 @@ class LayerRunner:
         """Those that are used from now on; and those that steps were recorded with, which write to tensors of theirs
         also after others have failed."""
         self._unchecked = {"layer", "logits"}
-        """Of the kernels: compared with the plain computation when they run first."""
+        """Kernels that have not run: the first run is compared with the plain computation."""
         self._layer = layer_step
         if compiled:
             keep_compiled_forms()  # sizes of batch and cache
@@ -126,7 +118,7 @@ class LayerRunner:
             layers, cache.windows, cache.stores, gains, strict=True
         ):
             assert stores is not None, "a step before a prompt"
-            output, prepared = kernels.chained(
+            output, prepared = kernels.layer(
                 hidden, weights, settings, stores, slots, positions, rotations, window,
                 prepared=prepared, following=following,
             )  # fmt: skip
@@ -213,46 +205,17 @@ class StaticStep:
 class StaticDecoding:
     """A chain of stages whose layers are all known to `fuse`, as a function of tokens and positions."""
 
-    def __init__(
-        self,
-        staged: StagedModel,
-        chain: StageChain,
-        layers: list[list[Layer]],
-        *,
-        compiled: bool,
-        kernels: bool,
-        early: int,
-        ahead: bool,
-    ) -> None:
+    def __init__(self, staged: StagedModel, chain: StageChain, layers: list[list[Layer]], runner: LayerRunner) -> None:
         self._staged = staged
         self._chain = chain
         self._layers = layers
-        """Of each stage, weights and settings of each layer."""
+        """Weights and settings of each layer of each stage."""
+        self._runner = runner
         self.device = next(staged.stages[0].parameters()).device
-        known = [layer for each in layers for layer in each]
-        launched = kernels_for(self.device, known, early=early, ahead=ahead) if kernels and not compiled else None
-        self._runner = LayerRunner(launched, compiled=compiled)
         self._steps: dict[int, StaticStep] = {}
         self._shape = 0, 0
         self._rotations: list[tuple[Tensor, Tensor]] = []
-        """Of each stage; kept, because graphs read them where they are."""
-
-    @classmethod
-    def of(
-        cls,
-        staged: StagedModel,
-        chain: StageChain,
-        *,
-        compiled: bool,
-        kernels: bool = True,
-        early: int = EARLY,
-        ahead: bool = AHEAD,
-    ) -> StaticDecoding | None:
-        """None if a layer is of another kind."""
-        layers = [each for each in map(fused_layers, chain.stages) if each is not None]
-        if len(layers) < len(chain.stages):
-            return None
-        return cls(staged, chain, layers, compiled=compiled, kernels=kernels, early=early, ahead=ahead)
+        """Rotations of each stage; kept, because graphs read them where they are."""
 
     def step(self, batch: int) -> StaticStep:
         """The step of a batch. Other caches than before make all steps of before useless."""
@@ -282,7 +245,7 @@ class Ahead(NamedTuple):
 
     step: StaticStep
     expects: tuple[tuple[Generation, int], ...]
-    """Of each row, its sequence, and how many tokens it has then."""
+    """The sequence of each row, and how many tokens it has then."""
 
 
 class StaticDecoder(TokenByToken):
@@ -302,9 +265,13 @@ class StaticDecoder(TokenByToken):
         """`compiled` by torch.compile; else `kernels` of Triton where they can run, each started `early`, before the
         one before it has ended."""
         super().__init__(staged, subset, max(max_tokens, LEAST_TOKENS))
-        self._static = StaticDecoding.of(
-            staged, self._whole, compiled=compiled, kernels=kernels, early=early, ahead=ahead
-        )
+        self._static: StaticDecoding | None = None
+        """None: a layer is of a kind that `fused_layers` does not know."""
+        layers = [each for each in map(fused_layers, self._whole.stages) if each is not None]
+        if len(layers) == len(self._whole.stages):
+            device, known = next(staged.stages[0].parameters()).device, [layer for each in layers for layer in each]
+            launched = kernels_for(device, known, early=early, ahead=ahead) if kernels and not compiled else None
+            self._static = StaticDecoding(staged, self._whole, layers, LayerRunner(launched, compiled=compiled))
         self._ahead: Ahead | None = None
 
     def begin(self, generations: Sequence[Generation]) -> list[list[int]]:

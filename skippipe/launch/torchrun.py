@@ -44,7 +44,7 @@ class Rank:
     world: int
     """How many ranks there are."""
     local: int
-    """Its number on its machine."""
+    """Number of the rank on its machine."""
     master: str
     """Name or address of the machine with the store."""
 

@@ -37,8 +37,8 @@ from skippipe.profiling.node import ProfilingConfig
 from skippipe.profiling.results import Ends, ProfileResult
 from skippipe.runtime.admission import Admission
 from skippipe.runtime.messages import Computed, ControlMessage, Failed, LinkDown, Probe, Probed, ProbeRate
-from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import EndedNodes, Rendezvous
+from skippipe.transport.keys import THE_COORDINATOR
 from skippipe.transport.mailbox import Mailbox
 
 NodePair = tuple[int, int]

@@ -55,7 +55,7 @@ class RunHistory:
     ended: bool | None
     """The run ended in order, perhaps early on request, and was not broken off; None: not known."""
     events: tuple[EventRecord, ...]
-    """In the order in which they happened, complete checkpoints among them."""
+    """Events in the order in which they happened, complete checkpoints among them."""
     recorded: tuple[RecordedIteration, ...]
     """Recorded iterations, in order."""
     missing: tuple[str, ...]

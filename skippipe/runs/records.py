@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from skippipe.runs.tail import belongs_to
+from skippipe.runs.tail import belongs_to, parse_object
 from skippipe.runs.wal import HEADER, checked_json
 from skippipe.timeline import HUES, TASK_KINDS, BarKind
 
@@ -65,7 +65,7 @@ class MetricsRow(NamedTuple):
 FIGURES = ("loss", "seconds", "promised_s", "tokens_per_s", "bytes_sent", "time", "tokens")
 """Fields of a line of metrics.jsonl that are numbers, in the order of those of `MetricsRow`."""
 MORE_FIGURES = ("learning_rate", "elapsed_s", "left_s", "validation_loss")
-"""Those that come last there."""
+"""Fields of a line that are numbers too, and come last in `MetricsRow`."""
 
 
 class MetricsLine(NamedTuple):
@@ -151,14 +151,6 @@ class WalSummary:
         elif "turn" in record:
             self.last = self._newest.get(str(record["turn"]), self.last)
         return True
-
-
-def parse_object(text: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def as_count(value: Any) -> int | None:

@@ -93,7 +93,7 @@ def trace_name(iteration: int) -> str:
 
 
 TRACE = re.compile(r"(iteration-)?(\d{1,12})\.json")
-"""Of iteration 50 `000050.json`; those of earlier versions count from 0: `iteration-000049.json`."""
+"""The name of a trace: `000050.json` of iteration 50, or as earlier versions count, from 0, `iteration-000049.json`."""
 
 
 class TraceFile(NamedTuple):
@@ -102,7 +102,7 @@ class TraceFile(NamedTuple):
     made: float
     """Unix time of writing."""
     iteration: int
-    """From 0."""
+    """The iteration, from 0."""
     path: Path
 
 
@@ -131,20 +131,20 @@ def checkpoints_in(folder: Path, since: float = 0.0) -> dict[int, float]:
 
 def run_id_of(folder: Path) -> str | None:
     """The id of the run whose output folder this is; None: nothing says so."""
-    found = (_object(folder / RUN_FILE) or {}).get("id")
+    found = (read_object(folder / RUN_FILE) or {}).get("id")
     return found if isinstance(found, str) and found else None
 
 
 def checkpoint_run_id(place: Path) -> str | None:
     """The id of the run that made a checkpoint, empty for one without; None: its manifest cannot be read."""
-    manifest = _object(place / "manifest.json")
+    manifest = read_object(place / "manifest.json")
     found = None if manifest is None else manifest.get("run", "")
     return found if isinstance(found, str) else None
 
 
 def model_run_id(folder: Path) -> str:
     """The id of the run that wrote a Hugging Face folder; empty: nothing says so."""
-    metadata = (_object(folder / INDEX) or {}).get("metadata")
+    metadata = (read_object(folder / INDEX) or {}).get("metadata")
     found = metadata.get("run", "") if isinstance(metadata, dict) else ""
     return found if isinstance(found, str) else ""
 
@@ -170,10 +170,17 @@ def _listed(folder: Path) -> list[Path]:
         return []
 
 
-def _object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in a file; None if there is none."""
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None if there is none that can be read."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return parse_object(path.read_bytes())
+    except OSError:
+        return None
+
+
+def parse_object(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -43,8 +43,6 @@ class WriteAheadLog:
         self.path = path.resolve()
         self.records: list[dict[str, Any]] = []
         """Found when it was opened."""
-        self.torn_bytes = 0
-        """Cut off at the end when it was opened."""
         self._sync = sync
         self._size = 0
         self._ragged = False  # there may be something behind the last record
@@ -73,10 +71,9 @@ class WriteAheadLog:
         if _is_new(content):
             os.ftruncate(self._descriptor, 0)
             _put(self._descriptor, HEADER, 0)
-            self._size, self.torn_bytes = len(HEADER), len(content)
+            self._size = len(HEADER)
         else:
             self.records, self._size = _parsed(content, self.path)
-            self.torn_bytes = len(content) - self._size
             os.ftruncate(self._descriptor, self._size)
         self._sync(self._descriptor)  # also what a killed predecessor wrote and we now count on
         fsync_path(self.path.parent)

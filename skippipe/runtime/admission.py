@@ -43,7 +43,7 @@ class Admission:
         self._informed: set[str] = set()
         """Connected nodes that know whose keys were revoked."""
         self._lost: list[tuple[str, str]] = []
-        """Those who were shut out since the last `poll`, and why."""
+        """Nodes that were shut out since the last `poll`, and why."""
         self._seen_at = 0.0
         self._complaint = ""
         self._server: AdmissionServer | None = None

@@ -41,7 +41,7 @@ class Copies(Protocol):
 
 
 class DirectCopies:
-    """For a CPU, whose memory is the host's; and for devices without streams, where copies are waited for."""
+    """Copies of a CPU, whose memory is the host's, and of devices without streams, where copies are waited for."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self._device = device
@@ -62,7 +62,7 @@ class DirectCopies:
 
 
 class BackgroundCopies:
-    """For a GPU. On a CPU it does the same without streams and pinned memory, which is what tests run."""
+    """Copies of a GPU. On a CPU it does the same without streams and pinned memory, which is what tests run."""
 
     def __init__(self, device: str | torch.device) -> None:
         self._device = torch.device(device)
@@ -71,9 +71,9 @@ class BackgroundCopies:
         if self._cuda:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("to-device", "to-host")]
-        """They end when nothing refers to them any more."""
+        """A thread for each direction; they end when nothing refers to them any more."""
         self._ahead: weakref.WeakSet[Copy] = weakref.WeakSet()
-        """To this device, not to another one of the node."""
+        """Copies to this device, not to another one of the node, that have not been used."""
 
     def encode(self, tensor: Tensor, codec: str) -> EncodedTensor:
         # to this device: a stage that is divided over several ends on its last one, of which events here know nothing
@@ -148,7 +148,7 @@ class BackgroundCopies:
         self._threads[direction].submit(guarded)
 
     def _event(self) -> torch.cuda.Event | None:
-        """Of the stream that this thread uses now. Whoever waits for it sleeps."""
+        """An event of the stream that this thread uses now. Whoever waits for it sleeps."""
         if not self._cuda:
             return None
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

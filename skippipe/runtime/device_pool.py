@@ -37,9 +37,9 @@ class DevicePool:
         self._lost: set[int] = set()
         """Devices that have failed."""
         self._unreported: list[ops.DeviceLost] = []
-        """Those of which no operation has been told so."""
+        """Lost devices that no operation has reported."""
         self._lock = threading.Lock()
-        """Of `devices`, when one fails: several may at the same time."""
+        """Guards `devices` when one fails: several may at the same time."""
         self._threads = ThreadPoolExecutor(len(executors), thread_name_prefix="device")
 
     @property
@@ -76,7 +76,7 @@ class DevicePool:
         return self.first.fits(message, expected)
 
     def prefetch(self, given: Any, device: int) -> Any:
-        """To that device, unless it has failed."""
+        """Copies to that device, unless it has failed."""
         there = self.devices.get(device)
         return given if there is None else there.prefetch(given)
 
@@ -112,7 +112,7 @@ class DevicePool:
             return self._leave_out(device, error)
 
     def _run_on_all(self, op: ops.Op) -> Any:
-        """On every device at the same time; gives the result of one that has not failed, and reports those later."""
+        """Run on every device at the same time; gives the result of one that works; others are reported later."""
         results = list(self._threads.map(lambda device: self._run_on(device, op), list(self.devices)))
         self._unreported += [each for each in results if isinstance(each, ops.DeviceLost)]
         return next(each for each in results if not isinstance(each, ops.DeviceLost))

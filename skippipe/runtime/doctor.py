@@ -24,7 +24,15 @@ from msgspec.structs import replace
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.json_fields import write_bytes
-from skippipe.transport.addresses import OUT_ONLY, join_address, listen_address, split_address, split_all, tcp_server
+from skippipe.transport.addresses import (
+    OUT_ONLY,
+    join_address,
+    listen_address,
+    listening_socket,
+    split_address,
+    split_all,
+    tcp_server,
+)
 from skippipe.transport.enrolment import (
     CALLED_PREFIX,
     CONNECT_S,
@@ -73,13 +81,13 @@ class Examined:
     addresses: tuple[str, ...] = ()
     """host:port of the coordinator."""
     keys: KeyPair | None = None
-    """Of a member, or of an invitation; none: the coordinator can be reached, but not asked."""
+    """Key pair of a member, or of an invitation; none: the coordinator can be reached, but not asked."""
     coordinator: str = ""
     """The coordinator's public key."""
     listen: str = "0"
     address: str | None = None
     devices: str | None = None
-    """As of a `JoinConfig`; none: the job's."""
+    """Devices as in `JoinConfig`; none: the job's."""
     clock: Callable[[], float] = time.time
     connect_s: float = CONNECT_S
     """How long a connection may take."""
@@ -388,21 +396,12 @@ def report(machine: Examined, findings: list[Finding]) -> None:
                 return
 
 
-def _check_listening(listen: str) -> None:
-    """UserError if this machine cannot listen there: that is known before anybody is waited for."""
-    for host, port in split_all(listen):
-        try:
-            tcp_server(host, port).close()
-        except OSError as error:
-            where, why = join_address(host, port), error.strerror or str(error)
-            raise UserError(f"{where}: cannot listen there: {why}; choose another port, or 0 for any") from None
-
-
 def check_at_join(machine: Examined, patience_s: float, say: Callable[[str], None]) -> None:
     """Examine a machine in brief once the coordinator is there: it notes the findings, and `say` gets what is not as it
     should be. UserError if the node could not take part. A coordinator that admits nobody is not asked."""
     if machine.listen != OUT_ONLY:
-        _check_listening(listen_address(machine.listen, ",".join(machine.addresses), machine.address))
+        for place in split_all(listen_address(machine.listen, ",".join(machine.addresses), machine.address)):
+            listening_socket(*place).close()  # an error is known before anybody is waited for
     deadline = time.monotonic() + patience_s
     ports = [admission_address(each) for each in machine.addresses]
     looks = 2  # at a coordinator that listens: its admission begins a moment later

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable
-from typing import Any
 
 from skippipe.transport.message import LARGEST_COUNT, Message, Stamp
 
-RETIRED = (
-    64  # former incarnations of a node that are remembered, so that a late hello of one is not taken for a new one
-)
+RETIRED = 64  # former incarnations of a node that are known, so that a late hello of one is not taken for a new one
 IDS_PER_TERM = 2**16  # epochs and other ids that a coordinator has for itself before it meets its successor's
 
 
@@ -99,7 +96,7 @@ class Fence:
         self._sent = 0
 
     def stamp(self, node: Hashable, incarnation: int | None = None) -> Stamp:
-        """For a message to a node: to the incarnation that is known, or to another."""
+        """The stamp of a message to a node: to the incarnation that is known, or to another."""
         self._sent += 1
         return Stamp(self._incarnations.get(node, 0) if incarnation is None else incarnation, self.term, self._sent)
 
@@ -133,10 +130,6 @@ class Fence:
     def left(self, node: Hashable) -> None:
         """The node is lost: any incarnation of it is accepted, and told to join again."""
         self._joined.discard(node)
-
-
-def stamped(body: dict[str, Any], stamp: Stamp) -> Message:
-    return Message(stamp, body)
 
 
 def stamp_of(message: Message) -> Stamp:

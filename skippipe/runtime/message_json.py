@@ -13,7 +13,7 @@ import msgspec
 from skippipe.errors import UserError
 from skippipe.runtime.messages import ControlMessage, tag_of
 from skippipe.runtime.state_source import StateSource
-from skippipe.transport.message import Message, MessageKind
+from skippipe.transport.message import Message, MessageKind, Stamp
 
 MOST_QUOTED = 200  # characters of an error about a message; it goes into logs and to the coordinator
 NON_FINITE = ("nan", "inf", "-inf")  # JSON has no such numbers, but a loss may be one, and must be seen
@@ -40,6 +40,11 @@ def from_json(value: Any) -> ControlMessage:
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter for surrogates in names of fields
         raise UserError(ascii(_explained(str(error), value))[1:-1][:MOST_QUOTED]) from None
     return control
+
+
+def stamped(control: ControlMessage, stamp: Stamp) -> Message:
+    """A control message as it is sent; its stamp tells messages of the past (see `fencing`)."""
+    return Message(stamp, to_json(control))
 
 
 def control_of(message: Message) -> ControlMessage:

@@ -44,7 +44,7 @@ class Hello(ControlMessage, frozen=True):
     callback: str = ""
     """Secret, in hexadecimal digits, of the streams that it opens if it cannot be reached (`transport.callbacks`)."""
     relay: list[float] = []
-    """Of a relay, which repeats its hello: bytes a second of all nodes together, and of one; streams that it joins."""
+    """What a relay says in every hello: bytes a second for all nodes together, for one node, and its joined streams."""
 
 
 class RequestCallback(ControlMessage, frozen=True):
@@ -52,7 +52,7 @@ class RequestCallback(ControlMessage, frozen=True):
 
     peer: str
     token: str
-    """For the peer to show."""
+    """The token that the peer is to show."""
     port: Count
     """Where the node takes such calls; 0: nowhere."""
 
@@ -244,7 +244,7 @@ class BackupRequest(ControlMessage, frozen=True):
     first: Count
     count: Count
     assignment: Count
-    """As in `StateRequest`; for a node that fetches the copy to keep it, `iterations`."""
+    """What the slice is for, as in `StateRequest`; for a node that fetches the copy to keep it, `iterations`."""
 
 
 class StateDigest(ControlMessage, frozen=True):

@@ -26,7 +26,7 @@ class HeldOut:
     """Samples that are evaluated while training, and not trained on."""
 
     microbatches: Annotated[int, COUNT]
-    """Of them, in one evaluation; always the same ones."""
+    """Microbatches of one evaluation; always the same ones."""
     windows: Annotated[int, COUNT] = 0
     """Windows at the end of the training text that are held out; 0: they are of a text of their own."""
     folder: str = ""
@@ -38,7 +38,7 @@ class HeldOut:
 class NodeConfig:
     plan: Plan
     config: dict[str, Any]
-    """Of the model, as Hugging Face writes it."""
+    """Configuration of the model, as Hugging Face writes it."""
     seed: Annotated[int, SEED]
     learning: OptimConfig
     data_folder: str

@@ -8,7 +8,6 @@ run: it ends when it is told to, when its key is refused or revoked, and not bef
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import threading
 import time
@@ -19,24 +18,22 @@ from itertools import cycle
 
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.runtime.fencing import Incarnation, stamp_of, stamped
-from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.fencing import Incarnation, stamp_of
+from skippipe.runtime.message_json import control_of, stamped
 from skippipe.runtime.messages import Hello, RelayGrant, Stop
 from skippipe.runtime.relay_pool import RELAY_HELLO_S
 from skippipe.transport.enrolment import AdmissionClient, Call, Called, NoConversation
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
-from skippipe.transport.message import MessageKind, Received
+from skippipe.transport.message import Received
 from skippipe.transport.relay import Relay, RelayLoad
-from skippipe.transport.token_gate import TOKEN_BYTES
+from skippipe.transport.token_gate import HEX_TOKEN, TOKEN_BYTES
 
-COORDINATOR = "coordinator"
 RETRY_S = 2.0  # from one attempt to reach a coordinator to the next
 REFUSED_S = 15.0  # for a coordinator that has just started to let this relay in
 POLL_S = 0.2
 CALL_BACK_S = 8.0  # for the coordinator to try to connect to this relay
 LOAD_EVERY_S = 60.0  # from one line about the load to the next
-TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 
 log = logging.getLogger(__name__)
 
@@ -51,12 +48,12 @@ class RelayAgent:
         self._keys = keys
         self._public = coordinator_public
         self._addresses = cycle(coordinator.split(","))
-        self._mailbox = Mailbox(name, keys, listen=OUT_ONLY, trusted=COORDINATOR)
-        self._mailbox.allow(COORDINATOR, coordinator_public)
+        self._mailbox = Mailbox(name, keys, listen=OUT_ONLY, trusted=THE_COORDINATOR)
+        self._mailbox.allow(THE_COORDINATOR, coordinator_public)
         self._coordinator = ""
         self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._secret = b""
-        """For the streams to this coordinator, in this connection; empty: there is none."""
+        """Secret of the streams to this coordinator, in this connection; empty: there is none."""
         self._retry_at = self._hello_at = 0.0
         self._refused_since: float | None = None
         self._load_at = time.monotonic() + LOAD_EVERY_S
@@ -94,7 +91,7 @@ class RelayAgent:
                 log.info("%s: connections come about, and nothing arrives; waiting for it", self._coordinator)
             else:
                 log.info("the coordinator is gone; waiting for it, or for the next")
-        if COORDINATOR in self._mailbox.connected:
+        if THE_COORDINATOR in self._mailbox.connected:
             self._refused_since = None
             if not self._secret:
                 self._secret = secrets.token_bytes(TOKEN_BYTES)
@@ -105,7 +102,7 @@ class RelayAgent:
         elif now >= self._retry_at:
             self._secret, self._retry_at = b"", now + RETRY_S
             self._coordinator = next(self._addresses)
-            self._mailbox.connect(COORDINATOR, self._coordinator, self._public)
+            self._mailbox.connect(THE_COORDINATOR, self._coordinator, self._public)
 
     def _ask_to_be_called(self, coordinator: str, tell: Callable[[str], None]) -> None:
         """Tell if the coordinator, and so perhaps nobody, can connect to this relay."""
@@ -125,21 +122,19 @@ class RelayAgent:
             rates = [limits.bytes_per_s, limits.node_bytes_per_s, float(self._relay.load.streams)]
             hello = Hello(self._address, __version__, callback=self._secret.hex(), relay=rates)
             try:
-                self._mailbox.send(COORDINATOR, stamped(to_json(hello), self._incarnation.stamp()))
+                self._mailbox.send(THE_COORDINATOR, stamped(hello, self._incarnation.stamp()))
             except (NotConnected, QueueFull):
                 log.debug("the coordinator does not take messages")
 
     def _take(self, received: Received) -> None:
-        if received.message.kind is not MessageKind.CONTROL or not self._incarnation.accepts(
-            stamp_of(received.message)
-        ):
+        if not self._incarnation.accepts(stamp_of(received.message)):
             return
         try:
-            control = from_json(received.message.body)
+            control = control_of(received.message)
         except UserError as error:
             log.warning("a message of the coordinator cannot be read: %s", error)
             return
-        if isinstance(control, RelayGrant) and TOKEN.fullmatch(control.secret):
+        if isinstance(control, RelayGrant) and HEX_TOKEN.fullmatch(control.secret):
             self._relay.grant(control.caller, control.callee, bytes.fromhex(control.secret))
         elif isinstance(control, Stop) and control.reason and not control.again:
             raise UserError(control.reason)

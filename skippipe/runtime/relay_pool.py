@@ -52,7 +52,7 @@ class RelayPool:
 
     @property
     def relays(self) -> Mapping[str, RelayInfo]:
-        """Those that are there."""
+        """Relays that are there, by name."""
         return self._relays
 
     def heard(self, name: str, info: RelayInfo, now: float) -> bool:

@@ -8,7 +8,6 @@ been silent for too long; for the other two, `Rendezvous` does that.
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections import Counter
@@ -22,8 +21,8 @@ from typing import Any, Protocol
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, HELD_UP
-from skippipe.runtime.fencing import Fence, stamp_of, stamped
-from skippipe.runtime.message_json import control_of, to_json
+from skippipe.runtime.fencing import Fence, stamp_of
+from skippipe.runtime.message_json import control_of, stamped
 from skippipe.runtime.messages import (
     CallBack,
     CallFailed,
@@ -40,18 +39,13 @@ from skippipe.transport.addresses import join_address, site_of, split_all
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, Received
 from skippipe.transport.relay import CALLEE, CALLER
-from skippipe.transport.token_gate import TOKEN_BYTES, token_of
+from skippipe.transport.token_gate import HEX_TOKEN, TOKEN_BYTES, token_of
 
 log = logging.getLogger(__name__)
 CLOSE_LINGER_S = 1.0  # for the last messages to leave
 EXIT_MESSAGE_S = 0.5  # for the last messages of a node whose connection broke to arrive
 REACHED_S = 5.0  # for a node to be reached at the address that it announces; then it has to call
-NOT_THE_NODE = (
-    LossReason.HANDSHAKE,
-    LossReason.UNFINISHED,
-    LossReason.FOREIGN,
-)  # another machine has this address here
-TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+NOT_THE_NODE = (LossReason.HANDSHAKE, LossReason.UNFINISHED, LossReason.FOREIGN)  # another machine has this address
 APART_S = (60.0, 3600.0)  # until two nodes that cannot call each other try again: at first, and at most
 REQUESTED_S = 10.0  # from a request to be called to the report that it failed
 REJOIN_REQUEST_S = 1.0  # from one request to a node that was declared dead to the next
@@ -194,7 +188,7 @@ class Listener:
         return address if site and site == self._sites.get(receiver, ("", ""))[0] else ""
 
     def send(self, name: str, control: ControlMessage) -> None:
-        self.send_message(name, stamped(to_json(control), self.fence.stamp(name)))
+        self.send_message(name, stamped(control, self.fence.stamp(name)))
 
     def send_message(self, name: str, message: Message) -> None:
         if name in self._calls:
@@ -244,7 +238,7 @@ class Listener:
         if stale and time.monotonic() > self._answered.get(name, -inf) + REJOIN_REQUEST_S:
             self._answered[name] = time.monotonic()
             again = Stop("another node has joined under your name", again=True)
-            self.send_message(name, stamped(to_json(again), self.fence.stamp(name, stamp.incarnation)))
+            self.send_message(name, stamped(again, self.fence.stamp(name, stamp.incarnation)))
         return None
 
     def lost(self) -> list[tuple[str, str]]:
@@ -312,7 +306,7 @@ class Listener:
     def _await_calls(self, name: str) -> bool:
         """A node cannot be reached where it says it is: from now on it calls, if it can."""
         _, sent = self._calls.pop(name)
-        if not TOKEN.fullmatch(self._secrets.get(name, "")):
+        if not HEX_TOKEN.fullmatch(self._secrets.get(name, "")):
             return False
         log.warning("'%s' cannot be called at %s: it calls others instead", name, self.addresses[name])
         announced, self.addresses[name] = self.addresses[name], OUT_ONLY
@@ -365,7 +359,7 @@ class Listener:
         self._stuck.discard(name)
         if address == OUT_ONLY:
             secret = self._secrets.get(name, "")
-            if not TOKEN.fullmatch(secret):
+            if not HEX_TOKEN.fullmatch(secret):
                 raise UserError("it only calls out, and has sent no secret for its calls")
             self.mailbox.expect_callbacks(name, bytes.fromhex(secret))
         self.mailbox.connect(name, address, self.publics.get(name))

@@ -70,7 +70,7 @@ class RequestOutput:
     missing: tuple[int, ...] = ()
     """Stages without which a token of the answer was computed."""
     logprobs: tuple[TextLogprob, ...] = ()
-    """Of the new tokens, if they were asked for."""
+    """Log-probabilities of the new tokens, if they were asked for."""
     queue_s: float = 0.0
     """Seconds that the request waited for a place."""
 

@@ -28,7 +28,6 @@ from skippipe.runtime.messages import (
     Sampled,
     StepFailed,
 )
-from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.rendezvous import CLOSE_LINGER_S, EndedNodes, Rendezvous
 from skippipe.serving.node import ServingConfig
 from skippipe.serving.routing import RouteCost, ServingRoute, UniformCost
@@ -41,7 +40,7 @@ from skippipe.serving.scheduler import (
     ServingStep,
 )
 from skippipe.serving.step_protocol import step_messages
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import Mailbox
 
 log = logging.getLogger(__name__)

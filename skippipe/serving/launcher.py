@@ -26,7 +26,7 @@ from skippipe.serving.http.routes import application
 from skippipe.serving.node import ROLES, ServingConfig
 from skippipe.serving.routing import RouteCost, UniformCost
 from skippipe.serving.scheduler import ServingSettings
-from skippipe.transport.addresses import join_address, tcp_server
+from skippipe.transport.addresses import join_address, listening_socket
 from skippipe.web import ApiSettings
 
 if TYPE_CHECKING:
@@ -119,18 +119,20 @@ class ServeApp(GatewayCallback):
 
     def run(self) -> None:
         """Serves until it is stopped by KeyboardInterrupt."""
+        config = self._config
         with ExitStack() as stack:
-            listening = stack.enter_context(_listening(self._config.host, self._config.port))
-            self._address = f"http://{join_address(self._config.host, listening.getsockname()[1])}"
+            # before anything is loaded, or a port that is taken would be an error after minutes
+            listening = stack.enter_context(listening_socket(config.host, config.port, BACKLOG, "try --port 0"))
+            self._address = f"http://{join_address(config.host, listening.getsockname()[1])}"
             launcher = stack.enter_context(closing(self._launcher()))
             endpoints = launcher.prepare()
             gateway = GatewayThread(
                 self._node_config,
                 launcher.keys,
                 endpoints.public_keys,
-                settings=self._config.gateway,
-                cost=self._config.cost,
-                listen=self._config.listen,
+                settings=config.gateway,
+                cost=config.cost,
+                listen=config.listen,
                 ended=launcher.ended,
                 callback=self,
                 admission=endpoints.admission,
@@ -203,16 +205,6 @@ class ServeApp(GatewayCallback):
             f"try: curl {self._address}/v1/completions{token} -H 'Content-Type: application/json' -d '{body}'",
             flush=True,
         )
-
-
-def _listening(host: str, port: int) -> socket.socket:
-    """The HTTP server's socket; made before anything is loaded, or a taken port would be an error after minutes."""
-    try:
-        return tcp_server(host, port, BACKLOG)
-    except OSError as error:
-        raise UserError(
-            f"{join_address(host, port)}: cannot listen there: {error.strerror or error}; try --port 0"
-        ) from None
 
 
 def _log(line: str) -> None:

@@ -57,7 +57,7 @@ PROBE_BODY = EncodedTensor("fp32", (1,), bytes(4))
 MAX_EARLY, MAX_EARLY_BYTES = 256, 2**28  # tensors of each sender that are kept before their step is known
 
 
-class EarlyMessages:
+class EarlyTensors:
     """Tensors that arrive before the step that they belong to: a bounded number and size from each sender."""
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class ServingNode(BaseNode):
         self._info = info
         self._pending: dict[tuple[int, int], StepInput] = {}
         """Step and position on its path → the step, until its tensor arrives."""
-        self._early = EarlyMessages()
+        self._early = EarlyTensors()
         self._probes: dict[int, tuple[int, int]] = {}
         """Peer → the probe of the link to it, until the answer comes, and when it was sent, in ns."""
         self._ready: deque[ServingWork] = deque()

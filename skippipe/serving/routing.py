@@ -70,7 +70,7 @@ class ServingRoute:
 def fastest_route(
     holders: Sequence[Sequence[int]], cost: RouteCost, load: Mapping[int, int], start: int
 ) -> tuple[int, ...] | None:
-    """From this node of stage 0 through one node of every other stage that is held, and back; None: there is none.
+    """The path from this node of stage 0 through one node of every other stage that is held; None: there is none.
 
     A node on n routes already (`load`) counts as n + 1 times slower, so that routes spread over replicas.
     """
@@ -154,7 +154,7 @@ class LinkStates:
     probe of it has come through, so no request waits to find out that it is broken still."""
 
     cost: RouteCost
-    """Of links that work."""
+    """Cost of links that work."""
     _broken: dict[frozenset[int], float] = field(default_factory=dict)
     """Link → when it is probed next, on the scheduler's clock; infinite: when something has changed."""
     _wait_s: dict[frozenset[int], float] = field(default_factory=dict)

@@ -73,7 +73,7 @@ class SequenceState:
     missing: set[int] = field(default_factory=set)
     """Stages without which a token was computed."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Of every token of the answer, if they were asked for."""
+    """Log-probabilities of every token of the answer, if they were asked for."""
     waiting_since_ns: int = 0
     queue_ns: int | None = None
     """How long it waited for its first route; None: it still does."""

@@ -86,7 +86,7 @@ class StepOutput(NamedTuple):
     tokens: list[int]
     """The next token of every row."""
     logprobs: list[TokenLogprobs]
-    """Of every row; empty where none were asked for."""
+    """Log-probabilities of every row; empty where none were asked for."""
 
 
 @dataclass(frozen=True)

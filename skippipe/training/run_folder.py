@@ -22,8 +22,8 @@ from typing import Any
 from skippipe.checkpoint.format import Checkpoints
 from skippipe.errors import UserError
 from skippipe.json_fields import json_text, write_text
-from skippipe.runs.records import metrics_of, parse_object
-from skippipe.runs.tail import RUN_FILE, checkpoint_run_id, run_id_of
+from skippipe.runs.records import metrics_of
+from skippipe.runs.tail import RUN_FILE, checkpoint_run_id, parse_object, read_object, run_id_of
 from skippipe.runs.wal import FORMAT as JOURNAL_FORMAT
 from skippipe.runs.wal import AlreadyLocked, checked_json, close_in_children, lock_file
 
@@ -166,10 +166,7 @@ def _padded(content: dict[str, Any]) -> bytes:
 
 
 def _read_lock(folder: Path) -> dict[str, Any]:
-    try:
-        return parse_object((folder / LOCK_FILE).read_bytes()) or {}
-    except OSError:
-        return {}
+    return read_object(folder / LOCK_FILE) or {}
 
 
 def _write_run_file(folder: Path, run_id: str) -> None:

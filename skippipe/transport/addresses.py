@@ -99,7 +99,7 @@ def listen_address(listen: str, coordinator: str, address: str | None) -> str:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Of a numeric address, or of a name at which this machine is to listen."""
+    """The address family of a numeric address, or of a name at which this machine is to listen."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
@@ -107,6 +107,17 @@ def tcp_server(host: str, port: int, backlog: int | None = None) -> socket.socke
     """A socket that listens; '::' is every address of both kinds, or of those that this machine has."""
     host = _wildcard(without_brackets(host))
     return socket.create_server((host, port), family=family_of(host), backlog=backlog, dualstack_ipv6=host == "::")
+
+
+def listening_socket(
+    host: str, port: int, backlog: int | None = None, hint: str = "choose another port, or 0 for any"
+) -> socket.socket:
+    """As `tcp_server`; UserError, with this hint, if this machine cannot listen there."""
+    try:
+        return tcp_server(host, port, backlog)
+    except OSError as error:
+        where, why = join_address(host, port), error.strerror or error
+        raise UserError(f"{where}: cannot listen there: {why}; {hint}") from None
 
 
 def _wildcard(host: str) -> str:
@@ -127,14 +138,14 @@ def without_brackets(host: str) -> str:
     return host.removeprefix("[").removesuffix("]")
 
 
-def join_address(host: str, port: int) -> str:
+def join_address(host: str, port: int | str) -> str:
     host = without_brackets(host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 HANDSHAKE_S = 30.0
 HANDSHAKE_BEGUN_S = 24.0
-"""For the side that connects. It gives up first: a handshake that the other side ends was then refused there."""
+"""Time for the side that connects. It gives up first: a handshake that the other side ends was then refused there."""
 UNFINISHED_HANDSHAKE = -1
 """An event beside those of libzmq: nobody has ended the handshake, the time for it is over."""
 LEAST_LINGER_S = 0.1
@@ -171,7 +182,7 @@ def split_address(address: str) -> Place:
 
 
 def split_all(addresses: str) -> list[Place]:
-    """Of addresses with commas between them."""
+    """Host and port of each of several addresses with commas between them, none twice."""
     found = [split_address(each.strip()) for each in addresses.split(",")]
     if len(found) > MOST_ADDRESSES:
         raise UserError(f"{addresses[:40]}…: {len(found)} addresses; at most {MOST_ADDRESSES} are tried")
@@ -194,7 +205,7 @@ def callback_ports(port: int) -> tuple[int, ...]:
 
 
 def endpoint(host: str, port: int | str) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return f"tcp://{join_address(host, port)}"
 
 
 def site_of(host: str) -> str:

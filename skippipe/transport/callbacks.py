@@ -33,19 +33,13 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from skippipe.errors import UserError
 from skippipe.transport.addresses import CONNECT_S, Place, callback_ports, join_address, split_all, tcp_server
 from skippipe.transport.streams import StreamLoop, dial
-from skippipe.transport.token_gate import (
-    BACKLOG,
-    MAGIC,
-    PREFACE,
-    TOKEN_BYTES,
-    TokenGate,
-    token_of,
-)
+from skippipe.transport.token_gate import BACKLOG, MAGIC, PREFACE, TOKEN_BYTES, TokenGate, token_of
 
 PORT = struct.Struct("<H")
 ACCEPTED = b"\x01"
@@ -115,7 +109,7 @@ class Callbacks:
         ports = self._ports[peer]
         if port not in ports:
             for old in [each for each in ports if each and port]:
-                self._forget(ports.pop(old))
+                self._loop.call(partial(self._loop.drop, ports.pop(old)))
             listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
             ports[port] = listening
             self._loop.call(lambda: self._loop.accept(listening, lambda stream: self._wait(peer, stream, port)))
@@ -187,9 +181,7 @@ class Callbacks:
             self._failed.append(peer)
             self._wake()
 
-        self._dial(
-            addresses, [token], lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S), failed, ANSWER_S
-        )
+        self._dial(addresses, [token], lambda stream: self._await(stream), failed, ANSWER_S)
 
     def take_failed(self) -> list[str]:
         """Peers that have asked for a call since the last time, and do not answer it."""
@@ -201,16 +193,12 @@ class Callbacks:
         if callback is None:
             self._dial(addresses, [token], lambda stream: self._gate.greet(stream, known=True))
         else:
-            tokens = [token, callback]
-            self._dial(addresses, tokens, lambda stream: self._await(stream, lambda: None, lambda: None, CALL_S))
+            self._dial(addresses, [token, callback], lambda stream: self._await(stream))
 
     def close(self, linger_s: float) -> None:
         self._loop.close(linger_s)
 
     # In the loop's thread: the caller
-
-    def _forget(self, listening: socket.socket) -> None:
-        self._loop.call(lambda: self._loop.drop(listening))
 
     def _admit(self, stream: socket.socket, meaning: tuple[str, int]) -> None:
         peer, index = meaning
@@ -263,7 +251,7 @@ class Callbacks:
         while self._waiting[peer] and self._idle[peer]:
             inner, port = self._waiting[peer].popleft()
             outer = self._idle[peer].pop()  # the newest: others may be of the past
-            self._loop.watch(outer, 0, _nothing)
+            self._loop.unwatch(outer)
             self._loop.join(inner, outer, to_right=PORT.pack(port))
 
     def _forget_tokens(self, peer: str) -> None:
@@ -322,7 +310,7 @@ class Callbacks:
                     again(index + accepted, PARK_AGAIN_S[0] if accepted else wait_s, same=accepted)
 
             self._parked = stream
-            self._await(stream, on_accepted, over)
+            self._await(stream, on_accepted, over, parked=True)
 
         if number == self._parking:
             self._dial(choices[0], [token_of(secret, index)], dialled, lambda: again(index, wait_s))
@@ -330,12 +318,13 @@ class Callbacks:
     def _await(
         self,
         stream: socket.socket,
-        on_accepted: Callable[[], None],
-        over: Callable[[], None],
-        use_s: float | None = None,
+        on_accepted: Callable[[], None] = lambda: None,
+        over: Callable[[], None] = lambda: None,
+        *,
+        parked: bool = False,
     ) -> None:
-        """Wait until the caller accepts a stream, which it has CALL_S for, and takes it into use, for which it has that
-        long or any time. Then `over` is called, as when the stream ends."""
+        """Wait until the caller accepts a stream and takes it into use, which it has CALL_S for; a `parked` stream may
+        wait for its use for any time. Then `over` is called, as when the stream ends."""
         came = bytearray()
         pending = True
 
@@ -343,7 +332,7 @@ class Callbacks:
             nonlocal pending
             if pending:
                 pending = False
-                self._loop.watch(stream, 0, _nothing)
+                self._loop.unwatch(stream)
                 if not keep:
                     self._loop.drop(stream)
                 over()
@@ -366,7 +355,7 @@ class Callbacks:
                 self._serve(stream, PORT.unpack(came[len(ACCEPTED) :])[0])
 
         self._loop.watch(stream, selectors.EVENT_READ, read)
-        self._loop.after(CALL_S, lambda: None if came and use_s is None else end())
+        self._loop.after(CALL_S, lambda: None if came and parked else end())
 
     def _serve(self, stream: socket.socket, port: int) -> None:
         """A stream is taken into use: join it to the port of the mailbox that the caller wants."""
@@ -383,7 +372,3 @@ class Callbacks:
                 self._loop.join(stream, inner)
 
         self._loop.connect(where, connected)
-
-
-def _nothing() -> None:
-    pass

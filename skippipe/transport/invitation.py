@@ -16,7 +16,6 @@ import hashlib
 import re
 import secrets
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -24,14 +23,13 @@ import zmq
 from zmq.utils import z85
 
 from skippipe.errors import UserError
-from skippipe.transport.addresses import join_address, split_address
+from skippipe.transport.addresses import MOST_ADDRESSES, join_address, split_address
 from skippipe.transport.keys import KeyPair, check_name
 
 PREFIX = "skippipe:"
 VERSION = 1
 TOKEN_BYTES, KEY_BYTES, CHECKSUM_BYTES = 16, 32, 4
 MOST_CHARACTERS = 1024
-MOST_ADDRESSES = 8
 LONGEST_NAME = 64
 LATEST_S = 2**32 - 1
 HOST_NAME = re.compile(r"[0-9A-Za-z]([0-9A-Za-z._-]{0,251}[0-9A-Za-z])?")
@@ -41,7 +39,7 @@ AGAIN = "copy the whole string again, or ask for a new one"
 @dataclass(frozen=True)
 class Invitation:
     name: str
-    """Of the node that is invited."""
+    """Name of the node that is invited."""
     coordinator: str
     """The coordinator's public key."""
     addresses: tuple[str, ...]
@@ -113,14 +111,6 @@ def is_invitation(text: str) -> bool:
     return text.lstrip().startswith(PREFIX)
 
 
-def check_address(address: str, place: str) -> str:
-    """host:port as an invitation can carry it."""
-    try:
-        return _read_address(_Bytes(_pack_address(address)))
-    except UserError as error:
-        raise UserError(f"{place}: {error}") from None
-
-
 def _checksum(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:CHECKSUM_BYTES]
 
@@ -186,6 +176,9 @@ def _read_address(parts: _Bytes) -> str:
 
 
 def split_addresses(text: str, place: str) -> tuple[str, ...]:
-    """Addresses with commas between them, none twice."""
-    found: Sequence[str] = [check_address(each.strip(), place) for each in text.split(",")]
+    """Addresses with commas between them, as an invitation can carry them, none twice."""
+    try:
+        found = [_read_address(_Bytes(_pack_address(each.strip()))) for each in text.split(",")]
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
     return tuple(dict.fromkeys(found))

@@ -18,6 +18,7 @@ from skippipe.json_fields import Fields, exists, json_text, read_as, write_bytes
 
 KEY_FORMAT = "skippipe-key"
 PEERS_FORMAT = "skippipe-peers"
+THE_COORDINATOR = "coordinator"  # what the coordinator is called among peers; no node has this name
 Z85_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 

@@ -139,10 +139,10 @@ class DelayQueue:
         download: float | None = None,
         before: DelayQueue | None = None,
     ) -> None:
-        """It goes on with what is left in the queue `before`."""
+        """A queue that goes on with what is left in the queue `before`."""
         self._heap: list[tuple[int, int, Received]] = list(before._heap) if before else []
         self._coming: list[tuple[int, int, Received]] = []
-        """Those whose first byte has not come yet, by the moment at which it does."""
+        """Messages whose first byte has not come yet, by the moment at which it does."""
         self._count: int = before._count if before else 0
         self._links = links or {}
         self._download = download

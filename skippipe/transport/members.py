@@ -20,11 +20,18 @@ from typing import Any
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, fsync_path, json_text, read_as, write_text
 from skippipe.transport.invitation import Invitation
-from skippipe.transport.keys import IssuedInvitation, KeyFile, KeyPair, PeerList, RevokedKey, check_name
+from skippipe.transport.keys import (
+    THE_COORDINATOR,
+    IssuedInvitation,
+    KeyFile,
+    KeyPair,
+    PeerList,
+    RevokedKey,
+    check_name,
+)
 
 KEY_FILE, PEERS_FILE, SEEN_FILE = "coordinator.key", "peers.json", "seen.json"
 SEEN_FORMAT = "skippipe-seen"
-COORDINATOR = "coordinator"  # what the coordinator is called among peers; no node has this name
 LOCK_S = 10.0  # to wait for another process that changes the list
 LOCK_RETRY_S = 0.05
 MOST_ENDED = 1000  # invitations that are over and still remembered, to tell a second use from a stranger
@@ -55,7 +62,7 @@ class MemberRow:
     seen_s: int = 0
     """When the coordinator last heard of it; 0: never."""
     expires_s: int = 0
-    """Of an invitation."""
+    """When the invitation expires; 0: it is none."""
     relay: bool = False
     """It is a relay, no node."""
 
@@ -128,7 +135,7 @@ class MemberStore:
         made: list[Invitation] = []
 
         def work(known: PeerList) -> PeerList:
-            if name == COORDINATOR:
+            if name == THE_COORDINATOR:
                 raise UserError(f"--name {name}: is the coordinator's own; choose another")
             if name in known.peers:
                 raise UserError(
@@ -271,7 +278,7 @@ def cluster_keys(folder: Path) -> KeyPair:
     if not exists(path):
         if exists(folder / PEERS_FILE):
             raise UserError(f"{path}: no such file; the folder has {PEERS_FILE}, but not the coordinator's key")
-        KeyFile(COORDINATOR, KeyPair.new()).save(path)
+        KeyFile(THE_COORDINATOR, KeyPair.new()).save(path)
     own = KeyFile.load(path)
     if own.coordinator is not None:
         raise UserError(f"{path}: this is the key of node '{own.node}', not of a coordinator")

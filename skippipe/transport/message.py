@@ -52,7 +52,7 @@ class MessageKind(IntEnum):
 
     @property
     def label(self) -> str:
-        """For people: "a gradient piece"."""
+        """The kind in words for people: "a gradient piece"."""
         return f"a {self.name.replace('_', ' ').lower()}"
 
 
@@ -63,7 +63,7 @@ class Header:
     __match_args__: ClassVar[tuple[str, ...]]
     kind: ClassVar[MessageKind]
     layout: ClassVar[struct.Struct]
-    """Of 24 bytes, in the order of the fields: Q for those up to LARGEST_NS, I for those up to LARGEST_COUNT."""
+    """24 bytes, in the order of the fields: Q for those up to LARGEST_NS, I for those up to LARGEST_COUNT."""
 
     if TYPE_CHECKING:  # each subclass is a dataclass of whole numbers
 
@@ -152,7 +152,7 @@ class WeightsPiece(Header):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPiece(Header):
-    """The same of the copy that a node made for a checkpoint, with the state of the optimizer."""
+    """A piece of the copy that a node made for a checkpoint, with the state of the optimizer."""
 
     kind = MessageKind.CHECKPOINT_PIECE
     layout = struct.Struct("<III12x")
@@ -233,7 +233,7 @@ class Message:
     header: Header
     body: Body = None
     sent_ns: int = 0
-    """By the sender's clock; two nodes that send to each other find out from it what the link takes both ways."""
+    """When it was sent, by the sender's clock; two nodes that send to each other learn from it what the link takes."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sent_ns <= LARGEST_NS:

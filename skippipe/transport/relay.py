@@ -20,8 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from math import inf
 
-from skippipe.errors import UserError
-from skippipe.transport.addresses import join_address, split_address, tcp_server
+from skippipe.transport.addresses import join_address, listening_socket, split_address
 from skippipe.transport.streams import Join, Meter, StreamLoop
 from skippipe.transport.token_gate import BACKLOG, TokenGate, token_of
 
@@ -45,7 +44,7 @@ class RelayLimits:
     streams: int = 4096
     """Joined streams at one time; two nodes need up to six."""
     node_streams: int = 512
-    """Those of one node."""
+    """Joined streams of one node at one time."""
     idle_s: float = 600.0
     """A stream that carries nothing for that long is closed."""
 
@@ -100,10 +99,7 @@ class Relay:
     def __init__(self, listen: str, limits: RelayLimits | None = None) -> None:
         self.limits = limits or RelayLimits()
         host, port = split_address(listen)
-        try:
-            listening = tcp_server(host, port, BACKLOG)
-        except OSError as error:
-            raise UserError(f"{listen}: cannot listen there: {error.strerror or error}; is the port taken?") from None
+        listening = listening_socket(host, port, BACKLOG, "is the port taken?")
         self.address = join_address(host, int(listening.getsockname()[1]))
         self._loop = StreamLoop("the relay")
         # the rest belongs to the loop's thread

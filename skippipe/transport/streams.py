@@ -140,24 +140,34 @@ class StreamLoop:
 
     def close(self, linger_s: float = 0.0) -> None:
         """End the thread; streams that still carry something get that long to finish."""
-        self.call(lambda: self._begin_to_close(linger_s))
+
+        def begin() -> None:
+            self._closing_at = time.monotonic() + linger_s
+
+        self.call(begin)
         self._thread.join(linger_s + CLOSE_S)
 
     # In the loop's thread
 
     def watch(self, stream: socket.socket, events: int, handler: Handler) -> None:
-        """Call the handler whenever the stream is ready for these events; none: not any more."""
-        known = stream.fileno() >= 0 and stream in self._selector.get_map()
-        if events and known:
+        """Call the handler whenever the stream is ready for these events."""
+        if not events:
+            self.unwatch(stream)
+        elif self._is_watched(stream):
             self._selector.modify(stream, events, handler)
-        elif events and stream.fileno() >= 0:
+        elif stream.fileno() >= 0:
             self._selector.register(stream, events, handler)
-        elif known:
+
+    def unwatch(self, stream: socket.socket) -> None:
+        if self._is_watched(stream):
             self._selector.unregister(stream)
+
+    def _is_watched(self, stream: socket.socket) -> bool:
+        return stream.fileno() >= 0 and stream in self._selector.get_map()
 
     def drop(self, stream: socket.socket) -> None:
         """Close a stream, wherever it is watched."""
-        self.watch(stream, 0, _nothing)
+        self.unwatch(stream)
         stream.close()
 
     def after(self, seconds: float, what: Handler) -> None:
@@ -173,7 +183,7 @@ class StreamLoop:
                 return
             except OSError as error:  # the stream waits in the queue, and would be reported at once, again and again
                 log.warning("a stream cannot be taken, and is tried again in %g s: %s", ACCEPT_AGAIN_S, error)
-                self.watch(listening, 0, _nothing)
+                self.unwatch(listening)
                 self.after(ACCEPT_AGAIN_S, lambda: self.accept(listening, then))
                 return
             set_options(stream)
@@ -193,7 +203,7 @@ class StreamLoop:
             nonlocal pending
             if pending:
                 pending = False
-                self.watch(stream, 0, _nothing)
+                self.unwatch(stream)
                 if too_late or stream.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     stream.close()
                     then(None)
@@ -213,11 +223,11 @@ class StreamLoop:
         *,
         to_right: bytes = b"",
         meters: tuple[Meter, Meter] | None = None,
-        ended: Handler | None = None,
+        ended: Handler = lambda: None,
     ) -> Join:
         """Join two streams; the right one first gets the bytes that are given here. The meters are told what comes from
         either side."""
-        joined = Join(self, left, right, meters, ended or _nothing)
+        joined = Join(self, left, right, meters, ended)
         self._joins.add(joined)
         joined.start(to_right)
         return joined
@@ -268,13 +278,6 @@ class StreamLoop:
         with suppress(BlockingIOError):
             self._woken.recv(4096)
 
-    def _begin_to_close(self, linger_s: float) -> None:
-        self._closing_at = time.monotonic() + linger_s
-
-
-def _nothing() -> None:
-    pass
-
 
 class _Direction:
     """Bytes on their way from one stream to the other."""
@@ -289,7 +292,7 @@ class _Direction:
         self.over = False
         """The source sends nothing more."""
         self.shut = False
-        """And the target has been told so."""
+        """The target has been told that the source is over."""
 
     @property
     def pending(self) -> bool:

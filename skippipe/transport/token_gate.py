@@ -8,6 +8,7 @@ another connection: such a stream waits for PREFACE_S. A number of them may wait
 from __future__ import annotations
 
 import hashlib
+import re
 import selectors
 import socket
 import struct
@@ -18,6 +19,7 @@ from skippipe.transport.streams import StreamLoop
 
 MAGIC = b"SKPC"
 TOKEN_BYTES = 32
+HEX_TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 PREFACE = struct.Struct(f"<4s{TOKEN_BYTES}s")
 PREFACE_S = 5.0  # for the first bytes of a stream, and for a token that is not known yet
 MOST_STRANGERS = 64  # streams whose token is not known (yet), and those that have not shown any
@@ -79,7 +81,7 @@ class TokenGate(Generic[Meaning]):
             self._refuse(stream)
         elif len(came) == PREFACE.size:
             self._unread.discard(stream)
-            self._loop.watch(stream, 0, _nothing)
+            self._loop.unwatch(stream)
             self._show(stream, bytes(came[len(MAGIC) :]))
 
     def _show(self, stream: socket.socket, token: bytes) -> None:
@@ -104,7 +106,3 @@ class TokenGate(Generic[Meaning]):
         if stream.fileno() >= 0:
             self.refused += 1
             self._loop.drop(stream)
-
-
-def _nothing() -> None:
-    pass

@@ -1,8 +1,8 @@
 """Real nodes under real faults: processes, sockets with CURVE, tensors, checkpoints, and something that goes wrong.
 
-The faults are those of `runtime.faults`, and strike from within (see `stricken`). This is the outside: it starts a run,
-ends what is to end (wakes the frozen, mends links, which run through relays, starts the coordinator again), and checks
-what must hold of every run.
+The faults are those of `fault_injection`, and strike from within (see `faulty_node`). This is the outside: it starts a
+run, ends what is to end (wakes the frozen, mends links, which run through relays, starts the coordinator again), and
+checks what must hold of every run.
 
 A coordinator that is to be killed is a process of its own, and its nodes join by themselves; else it starts them.
 """
@@ -33,7 +33,6 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import Event, IterationReport
 from skippipe.runtime.messages import COORDINATOR
-from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.simulation.fault_injection import RELAY, Fault
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
@@ -48,7 +47,7 @@ from skippipe.training.job_config import (
     TransportConfig,
 )
 from skippipe.transport.addresses import OUT_ONLY, free_port, split_all
-from skippipe.transport.keys import KeyFile, KeyPair, PeerList
+from skippipe.transport.keys import THE_COORDINATOR, KeyFile, KeyPair, PeerList
 from skippipe.workload import Workload
 from tests.helpers.faulty_node import HUB, LOOK_S, Scene, name_of, run_coordinator, run_nodes, run_relay
 from tests.helpers.plans import uniform_cluster
@@ -72,21 +71,21 @@ ONLY = 5
 
 
 @dataclass(frozen=True)
-class Ground:
+class RunSetup:
     """A folder with a tiny model, its text, keys, and a plan for nine nodes: made once for many runs."""
 
     folder: Path
     text: str
 
     @classmethod
-    def made(cls, folder: Path, text: str | None = None, *, sequence: int = 16, samples: int = 1) -> Ground:
+    def made(cls, folder: Path, text: str | None = None, *, sequence: int = 16, samples: int = 1) -> RunSetup:
         (folder / "config.json").write_text(json.dumps(MODEL))
         if text is None:
             own = folder / "text.txt"
             own.write_text("".join(f"The quick brown fox jumps over {each} lazy dogs.\n" for each in range(400)))
             text = str(own)
-        ground = cls(folder, text)
-        tokens = prepare(text, VOCABULARY, ground.tokens)
+        run_setup = cls(folder, text)
+        tokens = prepare(text, VOCABULARY, run_setup.tokens)
         shape = ModelSpec(config_named(str(folder), tokens.vocabulary), 0).shape
         workload = Workload(
             shape, sequence, samples, 2 * len(PATHS), wire_dtype="fp32", compute_dtype="fp32", max_slots=4
@@ -97,15 +96,15 @@ class Ground:
             tuple(Stage(1, nodes, nodes) for nodes in STAGES),
             tuple(Lane(path, 2) for path in PATHS),
         )
-        plan.promising(simulate(plan, Timing.FULL)).save(ground.plan_file)
+        plan.promising(simulate(plan, Timing.FULL)).save(run_setup.plan_file)
         coordinator = KeyPair.new()
-        KeyFile(THE_COORDINATOR, coordinator).save(ground.keys / "coordinator.key")
+        KeyFile(THE_COORDINATOR, coordinator).save(run_setup.keys / "coordinator.key")
         pairs = {name: KeyPair.new() for name in (*plan.cluster.number, HUB)}
         for name, pair in pairs.items():
-            KeyFile(name, pair, coordinator.public).save(ground.keys / f"{name}.key")
+            KeyFile(name, pair, coordinator.public).save(run_setup.keys / f"{name}.key")
         publics = {name: pair.public for name, pair in pairs.items()}
-        PeerList(publics, relays=(HUB,)).save(ground.keys / "peers.json")
-        return ground
+        PeerList(publics, relays=(HUB,)).save(run_setup.keys / "peers.json")
+        return run_setup
 
     @property
     def tokens(self) -> Path:
@@ -153,7 +152,7 @@ class Ground:
 # A run
 
 
-class Broke(AssertionError):
+class CheckFailed(AssertionError):
     """A run that is not what it should be."""
 
 
@@ -161,7 +160,7 @@ class Broke(AssertionError):
 class Chaos:
     """From the outside: starts it, ends what is to end, and sees that all are gone in the end."""
 
-    ground: Ground
+    run_setup: RunSetup
     folder: Path
     faults: Sequence[Fault] = ()
     iterations: int = 5
@@ -176,7 +175,7 @@ class Chaos:
     """There is one; nodes join by themselves then."""
     patience_s: float = PATIENCE_S
     choices: Mapping[str, Any] = field(default_factory=dict)
-    """For the job (see `Ground.job`)."""
+    """For the job (see `RunSetup.job`)."""
 
     def run(self) -> Outcome:
         kills = any(COORDINATOR in fault.nodes for fault in self.faults)
@@ -189,7 +188,7 @@ class Chaos:
         }
         self._scene = Scene(
             self.folder,
-            self.ground.job(
+            self.run_setup.job(
                 self.folder / "run", self.iterations, listen=next(iter(self._places), None), **self.choices
             ),
             tuple(self.faults),
@@ -199,14 +198,14 @@ class Chaos:
             self.full_disk,
             self.out_only,
         )
-        self._scene.lay_out()
+        self._scene.make_folders()
         self._ended: set[int] = set()
         self._begun: set[int] = set()
         self._deaths = 0
         began = time.monotonic()
         nodes = None
         if joined:
-            nodes = FORKED.Process(target=run_nodes, args=(self._scene, self.ground.keys, ",".join(self._places)))
+            nodes = FORKED.Process(target=run_nodes, args=(self._scene, self.run_setup.keys, ",".join(self._places)))
             nodes.start()
         coordinator = self._coordinator(resumed=False)
         self._hub_at = f"127.0.0.1:{free_port('127.0.0.1')}"
@@ -215,15 +214,15 @@ class Chaos:
             while coordinator.exitcode != 0:
                 coordinator = self._look(coordinator)
                 if time.monotonic() > began + self.patience_s:
-                    raise Broke(f"not over after {self.patience_s:g} s\n{self.tale()}")
+                    raise CheckFailed(f"not over after {self.patience_s:g} s\n{self.timeline()}")
         finally:
             self._let_go(coordinator, nodes)
-        outcome = Outcome(self._scene, self.ground, self.iterations, time.monotonic() - began)
+        outcome = Outcome(self._scene, self.run_setup, self.iterations, time.monotonic() - began)
         outcome.check_gone()
         return outcome
 
     def _relay(self) -> ForkServerProcess:
-        places = self._scene, self.ground.keys, ",".join(self._places), self._hub_at
+        places = self._scene, self.run_setup.keys, ",".join(self._places), self._hub_at
         process = FORKED.Process(target=run_relay, args=places)
         process.start()
         return process
@@ -254,7 +253,7 @@ class Chaos:
             return coordinator
         kills = [index for index in self._begun if self.faults[index].nodes == (COORDINATOR,)]
         if coordinator.exitcode != -signal.SIGKILL or len(kills) <= self._deaths:
-            raise Broke(f"the coordinator ended with {coordinator.exitcode}\n{self.tale()}")
+            raise CheckFailed(f"the coordinator ended with {coordinator.exitcode}\n{self.timeline()}")
         if any(self._scene.lasts(index) for index in kills):
             time.sleep(LOOK_S)
             return coordinator
@@ -293,8 +292,8 @@ class Chaos:
         for wire in chain.from_iterable(self._wires.values()):
             wire.cut()
 
-    def tale(self) -> str:
-        return Outcome(self._scene, self.ground, self.iterations, 0.0).tale()
+    def timeline(self) -> str:
+        return Outcome(self._scene, self.run_setup, self.iterations, 0.0).timeline()
 
 
 def _ends(sender: int, receiver: int) -> tuple[str, str]:
@@ -319,7 +318,7 @@ def _failing(faults: Sequence[Fault]) -> set[tuple[int, int]]:
 @dataclass(frozen=True)
 class Outcome:
     scene: Scene
-    ground: Ground
+    run_setup: RunSetup
     iterations: int
     took_s: float
 
@@ -370,7 +369,7 @@ class Outcome:
             found += [min(after)] if after else []
         return found
 
-    def tale(self) -> str:
+    def timeline(self) -> str:
         """What was done and what came of it, for people."""
         faults = [
             f"  {fault}: {'struck' if at else 'never'}"
@@ -400,7 +399,7 @@ class Outcome:
         try:
             self._check()
         except AssertionError as error:
-            raise Broke(f"{error}\n{self.tale()}") from error
+            raise CheckFailed(f"{error}\n{self.timeline()}") from error
 
     def _check(self) -> None:
         wanted = list(range(self.iterations))
@@ -430,9 +429,9 @@ class Outcome:
         while (left := [pid for pid in pids if _is_there(pid)]) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
         if left:
-            raise Broke(f"processes {left} are left\n{self.tale()}")
+            raise CheckFailed(f"processes {left} are left\n{self.timeline()}")
         if open_ports := ports & _listening():
-            raise Broke(f"somebody listens at {open_ports}\n{self.tale()}")
+            raise CheckFailed(f"somebody listens at {open_ports}\n{self.timeline()}")
 
 
 def _report(row: dict[str, Any]) -> IterationReport:

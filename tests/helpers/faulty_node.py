@@ -2,7 +2,7 @@
 
 A node looks before every work whether a fault begins now, and then kills or stops itself, or whoever it is meant for.
 What has struck stands in a file each, so every process knows, and a fault strikes once whatever lives and dies. A node
-that was killed is started again at once by whoever started it, and waits at its birth until it may be back.
+that was killed is started again at once by whoever started it, and waits in `node_process` until it may be back.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.messages import COORDINATOR, CallBack
-from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
+from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.node.ops import Op, OptimizerStep, StageTask
 from skippipe.runtime.node.state_machine import TrainingNode
@@ -46,7 +46,7 @@ from skippipe.training.job_config import JobConfig
 from skippipe.training.metrics import MetricsFile
 from skippipe.training.train_job import run_job
 from skippipe.transport.addresses import OUT_ONLY
-from skippipe.transport.keys import KeyFile, KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyFile, KeyPair
 from skippipe.transport.message import Message
 from skippipe.transport.relay import Relay
 
@@ -85,11 +85,11 @@ class Scene:
     def path(self, *names: object) -> Path:
         return self.folder.joinpath(*map(str, names))
 
-    def lay_out(self) -> None:
+    def make_folders(self) -> None:
         for name in ("struck", "now", "at"):
             self.path(name).mkdir(parents=True)
 
-    def born(self, name: str, address: str = "") -> None:
+    def started(self, name: str, address: str = "") -> None:
         """For strikes, and for the count of processes at the end."""
         with self.path("pids").open("a") as file:
             file.write(f"{name} {os.getpid()} {os.getppid()} {address}\n")
@@ -157,13 +157,13 @@ def _put(path: Path, text: str) -> None:
 # Nodes
 
 
-class Stricken(NodeAgent):
+class FaultyAgent(NodeAgent):
     """A node that looks for faults before all it does, and takes detours where links are to fail."""
 
     def __init__(self, join_config: JoinConfig, scene: Scene) -> None:
         super().__init__(join_config, ROLES)
         self._scene = scene
-        scene.born(join_config.name, self._mailbox.address)
+        scene.started(join_config.name, self._mailbox.address)
 
     def start(self, work: Op) -> None:
         assert isinstance(self._machine, TrainingNode)
@@ -190,7 +190,7 @@ class Stricken(NodeAgent):
         super()._call_back(control)
 
 
-class Shaky:
+class FaultyExecutor:
     """A computer that is slow or spoils a gradient when it is told to."""
 
     def __init__(self, executor: StageExecutor, number: int, scene: Scene) -> None:
@@ -229,8 +229,8 @@ class Shaky:
                     self._executor.tasks.weights.gradient[0] = math.nan
 
 
-def birth(scene: Scene, told: dict[str, Any]) -> int:
-    """Instead of `run.birth`."""
+def node_process(scene: Scene, told: dict[str, Any]) -> int:
+    """Instead of `agent.node_process`."""
     name = told["name"]
     number = int(name[1:])
     with scene.path("pids").open("a") as file:
@@ -240,13 +240,15 @@ def birth(scene: Scene, told: dict[str, Any]) -> int:
             time.sleep(LOOK_S)  # until it may be back; whoever started it ends it if the run is over before
     build = skippipe.runtime.train_role.build_executor
 
-    def build_shaky(number: int, node_config: NodeConfig, join_config: JoinConfig, devices: list[str]) -> Shaky:
+    def build_faulty(
+        number: int, node_config: NodeConfig, join_config: JoinConfig, devices: list[str]
+    ) -> FaultyExecutor:
         time.sleep(scene.build_s)
-        return Shaky(cast(StageExecutor, build(number, node_config, join_config, devices)), number, scene)
+        return FaultyExecutor(cast(StageExecutor, build(number, node_config, join_config, devices)), number, scene)
 
-    skippipe.runtime.train_role.build_executor = build_shaky  # type: ignore[assignment]
+    skippipe.runtime.train_role.build_executor = build_faulty  # type: ignore[assignment]
     keys, listen = told["keys"], {"listen": OUT_ONLY} if number in scene.out_only else {}
-    reason = Stricken(JoinConfig(**{**told, **listen, "keys": KeyPair(*keys)}), scene).run()
+    reason = FaultyAgent(JoinConfig(**{**told, **listen, "keys": KeyPair(*keys)}), scene).run()
     if reason:
         print(reason)
     return 1 if reason else 0
@@ -260,8 +262,8 @@ def run_coordinator(scene: Scene, resumed: bool) -> None:
     log = os.open(scene.path("coordinator.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    scene.born(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
-    skippipe.runtime.node.agent.node_process = lambda roles, join_config: birth(scene, join_config)
+    scene.started(THE_COORDINATOR, scene.job.transport.listen if scene.joined else "")
+    skippipe.runtime.node.agent.node_process = lambda roles, join_config: node_process(scene, join_config)
     if scene.full_disk is not None:
         _fill_disk(scene)
     try:
@@ -291,14 +293,14 @@ def _fill_disk(scene: Scene) -> None:
 def run_relay(scene: Scene, keys: Path, coordinator: str, address: str) -> None:
     """`skippipe relay`, until the harness ends it."""
     file = KeyFile.load(keys / f"{HUB}.key")
-    scene.born(HUB, address)
+    scene.started(HUB, address)
     agent = RelayAgent(HUB, file.keys, coordinator, file.coordinator or "", Relay(address), address)
     agent.run(scene.path("over").exists)
 
 
 def run_nodes(scene: Scene, keys: Path, listen: str) -> None:
     """Nodes that join by themselves. Whoever is killed is started again, until the harness says that it is over."""
-    pool = ProcessPool(partial(birth, scene), Path(scene.job.output) / "logs")
+    pool = ProcessPool(partial(node_process, scene), Path(scene.job.output) / "logs")
     told = {}
     for path in sorted(keys.glob("n*.key")):
         file = KeyFile.load(path)

@@ -87,7 +87,7 @@ class Net(ProfilingCallback):
         self.later(0, lambda: self.alive[node].handle_control(control) if node in self.alive else None)
 
     def join(self, node: int, computed: Computed | None = None) -> None:
-        self.alive[node] = ProfilingNode(node, len(self.true), QUICK, Door(self, node))
+        self.alive[node] = ProfilingNode(node, len(self.true), QUICK, VirtualNodeEnv(self, node))
         here = {other: self.link(other, node) for other in range(len(self.true)) if self.reaches(other, node)}
         named = {self.names[other]: link for other, link in here.items()}
         self.arriving[node] = DelayQueue(named, self.true.nodes[node].download_bytes_per_s)
@@ -136,8 +136,8 @@ class Net(ProfilingCallback):
 
 
 @dataclass
-class Door:
-    """What a node sees of it."""
+class VirtualNodeEnv:
+    """The `NodeEnv` of one node in the virtual network."""
 
     net: Net
     node: int

@@ -35,12 +35,12 @@ LOST = "no node holds it any more"
 Which = tuple[int, int]
 
 
-# Those who take notes
+# What records a run
 
 
 @dataclass
-class Shelf:
-    """A keeper of checkpoints that are symbols."""
+class MemoryStore:
+    """A checkpoint store in memory, of checkpoints that are symbols."""
 
     stages: int
     kept: list[tuple[int, tuple[int, ...], dict[int, tuple[Any, ...]]]] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Shelf:
         return self.kept[-1][0] if self.kept else None
 
 
-class Story(Callback):
+class EventRecorder(Callback):
     """Events and reports, in the order in which they came."""
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ class Counting(SymbolicExecutor):
         return super().run(work)
 
 
-class Book(list[dict[str, Any]]):
-    """A journal like the one on disk, which looks at the ledger whenever an iteration is committed."""
+class CheckedLog(list[dict[str, Any]]):
+    """A write-ahead log in memory, which checks at every commit that all microbatches are back."""
 
     cluster: VirtualCluster
 
@@ -148,8 +148,8 @@ def bounded(seconds: float) -> Iterator[None]:
 class Played:
     scenario: Scenario
     cluster: VirtualCluster
-    story: Story
-    shelf: Shelf
+    recorder: EventRecorder
+    store: MemoryStore
     took_s: float = 0.0
 
     @property
@@ -159,10 +159,10 @@ class Played:
         able, membership = coordinator.membership.active, coordinator.membership
         if STAGE_0_LOST in coordinator.failure:
             kept = any(cluster.executor_of[node].has_backup for node in able if membership[node].stage != 0)  # type: ignore[attr-defined]
-            return not kept and not any(membership[node].stage == 0 for node in able) and not self.shelf.kept
-        return NOTHING_LEFT in coordinator.failure and not able and not self.shelf.kept
+            return not kept and not any(membership[node].stage == 0 for node in able) and not self.store.kept
+        return NOTHING_LEFT in coordinator.failure and not able and not self.store.kept
 
-    def tale(self) -> str:
+    def timeline(self) -> str:
         """What happened, for people."""
         lines = [str(self.scenario)]
         for at_ns, event in self.cluster.events:
@@ -176,7 +176,7 @@ class Played:
 def staged(what: Scenario) -> Played:
     random = Random(what.seed)
     disturb: Callable[[int], int] = lambda duration_ns: int(duration_ns * random.uniform(0, 3))  # noqa: E731
-    story, shelf, book = Story(), Shelf(len(what.plan.stages)), Book()
+    recorder, store, log = EventRecorder(), MemoryStore(len(what.plan.stages)), CheckedLog()
     long = what.plan is published()
     cluster = VirtualCluster(
         what.plan,
@@ -192,13 +192,13 @@ def staged(what: Scenario) -> Played:
         {node: Counting(node, what.plan) for node in what.plan.stage_of},
         disturb=disturb if what.uneven else lambda duration_ns: duration_ns,
         faults=what.faults,
-        checkpoint_store=shelf,
-        callback=story,
+        checkpoint_store=store,
+        callback=recorder,
         builder=Counting,
-        wal=book,
+        wal=log,
     )
-    book.cluster = cluster
-    return Played(what, cluster, story, shelf)
+    log.cluster = cluster
+    return Played(what, cluster, recorder, store)
 
 
 def play(played: Played) -> Played:
@@ -215,7 +215,7 @@ def play(played: Played) -> Played:
 
 
 def check(played: Played) -> None:
-    cluster, story = played.cluster, played.story
+    cluster, recorder = played.cluster, played.recorder
     coordinator = cluster.coordinator
     if played.nothing_left:
         return
@@ -223,11 +223,11 @@ def check(played: Played) -> None:
     wanted = list(range(played.scenario.iterations))
     assert [report.iteration for report in cluster.reports] == wanted, "reported"
     assert [record["commit"] for record in cluster.wal if "commit" in record] == wanted, "noted"
-    untouched = check_visits(cluster.wal, story.told)
+    untouched = check_visits(cluster.wal, recorder.told)
     states = check_replicas(cluster)
     check_history(played, states, untouched)
     check_ends(played, states[0])
-    check_shelf(played, states)
+    check_store(played, states)
 
 
 def plans_of(wal: Sequence[Mapping[str, Any]]) -> list[Plan]:
@@ -302,7 +302,7 @@ def check_history(played: Played, states: Sequence[list[tuple[Which, ...]]], unt
     plans = plans_of(cluster.wal)
     taken = [record["commit"] for record in cluster.wal if "commit" in record and record["scale"] > 0]
     for stage, state in enumerate(states):
-        since = last_lost(played.story.told, stage)
+        since = last_lost(played.recorder.told, stage)
         steps = [iteration for iteration in taken if iteration >= since]
         if since == 0:
             assert len(state) == len(taken), f"stage {stage}: {len(state)} steps of {len(taken)}"
@@ -332,7 +332,7 @@ def check_ends(played: Played, state: list[tuple[Which, ...]]) -> None:
             machine = cluster.executor_of[node]
             assert isinstance(machine, Counting)
             assert machine.ends == ends, f"node {node} has other ends than were collected"
-    since = last_lost(played.story.told, 0)
+    since = last_lost(played.recorder.told, 0)
     taken = [record["commit"] for record in cluster.wal if "commit" in record and record["scale"] > 0]
     steps = [iteration for iteration in taken if iteration >= since]
     assert ends[len(ends) - len(steps) :] == state[len(state) - len(steps) :], "they have not stepped with their stage"
@@ -352,20 +352,20 @@ def last_lost(told: Sequence[Event | IterationReport], stage: int) -> int:
     return since
 
 
-def check_shelf(played: Played, states: Sequence[list[tuple[Which, ...]]]) -> None:
+def check_store(played: Played, states: Sequence[list[tuple[Which, ...]]]) -> None:
     """A checkpoint of a stage that was never lost is what the stage was after so many iterations; one is of the end."""
     cluster = played.cluster
     taken = [record["commit"] for record in cluster.wal if "commit" in record and record["scale"] > 0]
     if played.scenario.kept_every:
-        assert played.shelf.newest() == played.scenario.iterations, "there is no checkpoint of the end"
-        final = [list(played.shelf.kept[-1][2][stage]) for stage in range(len(states))]
+        assert played.store.newest() == played.scenario.iterations, "there is no checkpoint of the end"
+        final = [list(played.store.kept[-1][2][stage]) for stage in range(len(states))]
         assert final == states, "the checkpoint of the end is not the model"
-    for iterations, steps, kept in played.shelf.kept:
+    for iterations, steps, kept in played.store.kept:
         count = sum(iteration < iterations for iteration in taken)
         for stage, state in enumerate(states):
             lost = any(
                 isinstance(each, Event) and each.kind == "learning" and f"stage {stage} " in each.text
-                and LOST in each.text for each in played.story.told
+                and LOST in each.text for each in played.recorder.told
             )  # fmt: skip
             if not lost:
                 assert list(kept[stage]) == state[:count], f"checkpoint {iterations}, stage {stage}"

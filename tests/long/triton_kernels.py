@@ -142,7 +142,7 @@ def test_layers(
     kernels = DecodeKernels(CPU)
     attend = kernels.attend
     kernels.attend = lambda *given: attend(*given, tiles=AttentionTiles(16, 2), splits=splits)  # type: ignore[method-assign]
-    found = kernels.layer(hidden, weights, settings, own, slots, positions, tables, window)
+    found, _ = kernels.layer(hidden, weights, settings, own, slots, positions, tables, window)
     rotation = tables[0][0, positions][:, None], tables[1][0, positions][:, None]
     mask = position_mask(positions, room, window, dtype)
     theirs = stores[0].clone(), stores[1].clone()

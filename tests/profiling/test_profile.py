@@ -42,10 +42,10 @@ from tests.helpers.profiling import (
     QUICK,
     TIMEOUT_S,
     UPLOAD,
-    Door,
     Last,
     Net,
     Notes,
+    VirtualNodeEnv,
     agrees,
     command,
     emulated,
@@ -201,7 +201,7 @@ def test_a_node_that_cannot_compute_is_left_out() -> None:
     net = Net(far_apart(3), ProfilingDeadlines(computing=timedelta(seconds=20)))
     net.join(0)
     net.join(1, Computed([[0.0, -1.0]], 2**30, "cpu", "m1"))
-    net.alive[2] = ProfilingNode(2, 3, QUICK, Door(net, 2))
+    net.alive[2] = ProfilingNode(2, 3, QUICK, VirtualNodeEnv(net, 2))
     net.coordinator.joined(2)
     net.later(0.1, lambda: net.coordinator.handle(2, Failed("device 'cuda': this machine has 0 CUDA devices")))
     found = net.run()

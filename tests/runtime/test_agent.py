@@ -11,15 +11,15 @@ from datetime import timedelta
 
 import pytest
 
-from skippipe.runtime.fencing import stamp_of, stamped
-from skippipe.runtime.message_json import to_json
+from skippipe.runtime.fencing import stamp_of
+from skippipe.runtime.message_json import stamped
 from skippipe.runtime.messages import Stop
 from skippipe.runtime.node import agent as agent_module
-from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
+from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.transport import addresses, sender
 from skippipe.transport.addresses import free_port, join_address
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.message import Stamp
 
@@ -62,7 +62,7 @@ def stopped_by(box: Mailbox, node: Joining) -> str:
             if not box.connects_to("n"):
                 box.connect("n", node.address, NODE.public)
                 stamp = Stamp(stamp_of(received.message).incarnation, 0, 1)
-                box.send("n", stamped(to_json(Stop("that was all")), stamp))
+                box.send("n", stamped(Stop("that was all"), stamp))
 
     return node.ended(serve)
 

@@ -12,7 +12,7 @@ from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.runtime.coordinator.server import CoordinatorServer
 from skippipe.runtime.message_json import from_json
 from skippipe.runtime.messages import ControlMessage, PeerUpdate, Stop
-from skippipe.runtime.node.agent import THE_COORDINATOR
+from skippipe.transport.keys import THE_COORDINATOR
 from skippipe.transport.mailbox import Mailbox
 from tests.helpers.exact_training import brief_of
 from tests.helpers.single_node import small_plan

@@ -27,8 +27,8 @@ from skippipe.transport.admission import NodeNeeds
 from skippipe.transport.enrolment import Finding, admission_address
 from skippipe.transport.keys import KeyFile, KeyPair
 from skippipe.transport.relay import RelayLimits
-from tests.helpers.admission_door import HOUR_S, Door
 from tests.helpers.disks import full_disk
+from tests.helpers.local_admission import HOUR_S, LocalAdmission
 from tests.helpers.processes import Command, only_error
 
 MTU = 1000
@@ -36,16 +36,16 @@ END_S = 60.0
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+def admission(tmp_path: Path) -> Iterator[LocalAdmission]:
     with ExitStack() as stack:
-        yield Door(tmp_path / "cluster", stack)
+        yield LocalAdmission(tmp_path / "cluster", stack)
 
 
 @pytest.fixture
-def machine(door: Door, tmp_path: Path) -> Examined:
+def machine(admission: LocalAdmission, tmp_path: Path) -> Examined:
     """One that was invited as 'bob' and is well."""
-    invitation = door.invite()
-    return Examined(tmp_path / "home", (door.address,), invitation.keys, door.keys.public, connect_s=1.0)
+    invitation = admission.invite()
+    return Examined(tmp_path / "home", (admission.address,), invitation.keys, admission.keys.public, connect_s=1.0)
 
 
 def found(machine: Examined, check: str) -> Finding:
@@ -60,13 +60,13 @@ def wrong(machine: Examined, check: str) -> str:
     return finding.text
 
 
-def test_a_machine_that_is_well(machine: Examined, door: Door) -> None:
-    door.needs = lambda name: NodeNeeds("cpu", 2**20)
+def test_a_machine_that_is_well(machine: Examined, admission: LocalAdmission) -> None:
+    admission.needs = lambda name: NodeNeeds("cpu", 2**20)
     findings = examine(machine)
     assert [each for each in findings if each.level == "wrong"] == []
     checks = "version coordinator key clock port mtu bandwidth device memory disk"
     assert [each.check for each in findings] == checks.split()
-    assert door.store.load().peers == {}, "the invitation is not used up by this"
+    assert admission.store.load().peers == {}, "the invitation is not used up by this"
 
 
 # Ten wrong setups
@@ -94,15 +94,17 @@ def test_a_port_at_addresses_of_both_kinds(machine: Examined) -> None:
     assert half.text.endswith(f"reaches this machine at {six} (not at {four}: nothing listens at this port)")
 
 
-def test_a_wrong_key(machine: Examined, door: Door) -> None:
+def test_a_wrong_key(machine: Examined, admission: LocalAdmission) -> None:
     stranger = replace(machine, keys=KeyPair.new())
-    assert wrong(stranger, "key").startswith(f"{door.address} does not know this key: it was revoked, or is of another")
+    assert wrong(stranger, "key").startswith(
+        f"{admission.address} does not know this key: it was revoked, or is of another"
+    )
     elsewhere = replace(machine, coordinator=KeyPair.new().public)
     assert "is not the coordinator that this key or invitation is for" in wrong(elsewhere, "key")
 
 
-def test_an_expired_invitation(machine: Examined, door: Door) -> None:
-    door.clock.now_s += HOUR_S
+def test_an_expired_invitation(machine: Examined, admission: LocalAdmission) -> None:
+    admission.clock.now_s += HOUR_S
     assert wrong(machine, "invitation").startswith("the invitation of 'bob' has expired at 20")
 
 
@@ -112,17 +114,17 @@ def test_a_clock_that_is_off_by_an_hour(machine: Examined) -> None:
     assert "3,600 s behind" in wrong(replace(machine, clock=lambda: time.time() - HOUR_S), "clock")
 
 
-def test_two_nodes_with_one_name(machine: Examined, door: Door) -> None:
+def test_two_nodes_with_one_name(machine: Examined, admission: LocalAdmission) -> None:
     with socket.create_server(("127.0.0.1", 0)) as first:
-        door.at_work["bob"] = f"127.0.0.1:{first.getsockname()[1]}"
-        assert f"another node works as 'bob' at {door.at_work['bob']}" in wrong(machine, "name")
+        admission.at_work["bob"] = f"127.0.0.1:{first.getsockname()[1]}"
+        assert f"another node works as 'bob' at {admission.at_work['bob']}" in wrong(machine, "name")
         with pytest.raises(UserError, match=r"^name: another node works as 'bob' at .*; stop one of the two"):
             check_at_join(machine, 1.0, print)
-        (event,) = door.server.events()
+        (event,) = admission.server.events()
         assert (event.kind, event.name) == ("checked", "bob")
         assert event.text.startswith("name: another node works as 'bob'"), "the coordinator's log has it too"
     assert "name" not in [each.check for each in examine(machine, brief=True)], "that one is gone: this takes its place"
-    door.at_work["bob"] = "none"
+    admission.at_work["bob"] = "none"
     out_only = replace(machine, listen="none")
     assert found(out_only, "port").text == "this machine only calls out, as --listen says"
 
@@ -190,9 +192,11 @@ class Narrow:
                 sink.sendall(data)
 
 
-def test_large_packets_that_do_not_get_through(machine: Examined, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_packets_that_do_not_get_through(
+    machine: Examined, admission: LocalAdmission, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("skippipe.runtime.doctor.LARGE_S", 1.0)
-    narrow = Narrow(split_address(admission_address(door.address))[1], MTU)
+    narrow = Narrow(split_address(admission_address(admission.address))[1], MTU)
     try:
         at = f"127.0.0.1:{narrow.server.getsockname()[1] + 1}"
         assert wrong(replace(machine, addresses=(at,)), "mtu").startswith(
@@ -212,9 +216,11 @@ def test_a_full_disk(machine: Examined, tmp_path: Path, monkeypatch: pytest.Monk
     assert "MiB are free; make room" in found(machine, "disk").text
 
 
-def test_no_driver(machine: Examined, door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver(
+    machine: Examined, admission: LocalAdmission, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("skippipe.runtime.doctor.DRIVER", tmp_path / "none")
-    door.needs = lambda name: NodeNeeds("cuda")
+    admission.needs = lambda name: NodeNeeds("cuda")
     line = "cuda: no NVIDIA driver is loaded; install it, or use --devices cpu"
     assert wrong(machine, "device") == line
     with pytest.raises(UserError, match=f"^device: {line}"):
@@ -222,32 +228,34 @@ def test_no_driver(machine: Examined, door: Door, tmp_path: Path, monkeypatch: p
     assert found(replace(machine, devices="cpu"), "device").level == "ok"
 
 
-def test_too_little_memory(machine: Examined, door: Door) -> None:
-    door.needs = lambda name: NodeNeeds("cpu", 2**50)
+def test_too_little_memory(machine: Examined, admission: LocalAdmission) -> None:
+    admission.needs = lambda name: NodeNeeds("cpu", 2**50)
     assert "the plan needs 1048576.0 GiB here" in wrong(machine, "memory")
 
 
 # The command
 
 
-def test_the_command(door: Door, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command(
+    admission: LocalAdmission, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    invitation = door.invite()
+    invitation = admission.invite()
     ran = skippipe("doctor", invitation.to_text())
     assert ran.code == 0, ran
     assert "ok       key: known to the coordinator as 'bob'\n" in ran.out
     pair = KeyPair.new()
-    assert door.enrol(invitation, pair.public) == ""
-    KeyFile("bob", pair, door.keys.public, (door.address,)).save(tmp_path / ".skippipe" / "node.key")
+    assert admission.enrol(invitation, pair.public) == ""
+    KeyFile("bob", pair, admission.keys.public, (admission.address,)).save(tmp_path / ".skippipe" / "node.key")
     assert skippipe("doctor").code == 0
     assert skippipe("doctor", tmp_path / ".skippipe").code == 0
-    door.store.revoke("bob")
+    admission.store.revoke("bob")
     ran = skippipe("doctor", "--json")
     assert ran.code == 1
     (finding,) = [each for each in ran.json["findings"] if each["level"] == "wrong"]
     assert finding["check"] == "key"
     assert not ran.json["well"]
-    ran = skippipe("doctor", door.address)
+    ran = skippipe("doctor", admission.address)
     assert ran.code == 0
     assert "warning  key: not checked" in ran.out
     assert "copy the whole string again" in only_error(skippipe("doctor", invitation.to_text()[:-3]).err)
@@ -270,31 +278,35 @@ def joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[JoinConfig]:
     return found
 
 
-def test_a_node_remembers(door: Door, skippipe: Command, joined: list[JoinConfig]) -> None:
+def test_a_node_remembers(admission: LocalAdmission, skippipe: Command, joined: list[JoinConfig]) -> None:
     assert "this machine was not invited yet" in only_error(skippipe("node").err)
-    first = door.invite().to_text()
+    first = admission.invite().to_text()
     for words in ([first], [], [first]):  # the string a second time, on the same machine, does no harm
         ran = skippipe("node", *words)
         assert ran.code == 0, ran
-    assert {(each.name, each.coordinator, each.keys) for each in joined} == {("bob", door.address, joined[0].keys)}
-    assert door.store.load().peers == {"bob": joined[0].keys.public if joined[0].keys else ""}
-    other = door.invite("carol").to_text()
+    assert {(each.name, each.coordinator, each.keys) for each in joined} == {("bob", admission.address, joined[0].keys)}
+    assert admission.store.load().peers == {"bob": joined[0].keys.public if joined[0].keys else ""}
+    other = admission.invite("carol").to_text()
     assert "is the key of node 'bob'; to be 'carol' as well" in only_error(skippipe("node", other).err)
-    door.store.revoke("bob")
+    admission.store.revoke("bob")
     assert "does not know this key" in only_error(skippipe("node").err)
     assert "was used at" in only_error(skippipe("node", first).err)
-    assert skippipe("node", door.invite().to_text()).code == 0, "invited anew"
+    assert skippipe("node", admission.invite().to_text()).code == 0, "invited anew"
     assert joined[-1].keys != joined[0].keys
 
 
 def test_a_node_remembers_the_options_of_its_invitation(
-    door: Door, tmp_path: Path, skippipe: Command, joined: list[JoinConfig], monkeypatch: pytest.MonkeyPatch
+    admission: LocalAdmission,
+    tmp_path: Path,
+    skippipe: Command,
+    joined: list[JoinConfig],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And no others; `doctor` examines the machine for them."""
     monkeypatch.chdir(tmp_path)
-    asked = {"--listen": "none", "--tokens": "words", "--devices": "cpu:2", "--join": door.address}
+    asked = {"--listen": "none", "--tokens": "words", "--devices": "cpu:2", "--join": admission.address}
     given = [word for pair in asked.items() for word in pair]
-    invitation = door.invite().to_text()
+    invitation = admission.invite().to_text()
     for words in ([invitation, *given], [], ["--devices", "cpu", "--patience", "9"], []):
         assert skippipe("node", *words).code == 0
     first, second, third, fourth = joined
@@ -307,7 +319,7 @@ def test_a_node_remembers_the_options_of_its_invitation(
 
 
 def test_a_relay_remembers_the_options_of_its_invitation(
-    door: Door, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch
+    admission: LocalAdmission, tmp_path: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is started again keeps to its limits."""
     opened: list[tuple[str, RelayLimits]] = []
@@ -329,7 +341,7 @@ def test_a_relay_remembers_the_options_of_its_invitation(
     monkeypatch.setattr("skippipe.runtime.relay.RelayAgent", Agent)
     monkeypatch.setenv("HOME", str(tmp_path))
     given = ["--listen", "127.0.0.1:7", "--address", "hub:7", "--rate", "9", "--node-streams", "5"]
-    for words in ([door.invite("hub").to_text(), *given], [], ["--rate", "3"], []):
+    for words in ([admission.invite("hub").to_text(), *given], [], ["--rate", "3"], []):
         ran = skippipe("relay", *words)
         assert ran.code == 0, ran
     assert opened[0] == ("127.0.0.1:7", RelayLimits(9e6, inf, 4096, 5, 600))
@@ -359,7 +371,7 @@ done
 trap "kill $pid1 $pid2" EXIT
 ip link set port1 mtu {MTU}
 mkfifo {tmp_path}/in
-nsenter -t $pid1 -n {sys.executable} -m tests.helpers.admission_door {tmp_path}/door 10.0.0.1:5555 \
+nsenter -t $pid1 -n {sys.executable} -m tests.helpers.local_admission {tmp_path}/door 10.0.0.1:5555 \
   < {tmp_path}/in > {tmp_path}/out &
 exec 3> {tmp_path}/in
 until [ -s {tmp_path}/out ]; do sleep 0.1; done

@@ -54,7 +54,7 @@ from tests.helpers.executors import computer_of, noise, stepped
 from tests.helpers.fault_scenarios import plan_over
 from tests.helpers.single_coordinator import HELLO, coordinating, is_now
 from tests.helpers.single_node import Bench
-from tests.helpers.virtual_chaos import LEARNING, Shelf
+from tests.helpers.virtual_chaos import LEARNING, MemoryStore
 
 torch.set_num_threads(1)
 
@@ -251,9 +251,9 @@ def test_before_the_first_step_the_seed_is_as_good_as_a_backup() -> None:
     ("neighbours", 2, "iterations old"),
 ])  # fmt: skip
 def test_a_checkpoint_or_a_backup(lost_stage: str, every: int, origin: str) -> None:
-    shelf = Shelf(3)
+    store = MemoryStore(3)
     cluster = trained(
-        ONE, kill(0).at(5), every=every, lost_stage=lost_stage, checkpoint_store=shelf, checkpoint_every=2
+        ONE, kill(0).at(5), every=every, lost_stage=lost_stage, checkpoint_store=store, checkpoint_every=2
     )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure

@@ -326,7 +326,7 @@ def test_any_few_faults_are_survived_by_turns() -> None:
         found = play(staged(what))
         for number, plan in enumerate(plans_of(found.cluster.wal)):
             wanted = what.recipe.visited(number, what.iterations, len(plan.stages), 0)
-            assert plan.visited <= max(parts_of(wanted)), found.tale()
+            assert plan.visited <= max(parts_of(wanted)), found.timeline()
             assert has_lengths(plan, wanted) or found.cluster.events, "shorter only while a stage is missing"
 
 

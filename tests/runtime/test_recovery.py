@@ -18,19 +18,19 @@ import pytest
 
 from skippipe.checkpoint.format import Checkpoints
 from skippipe.runtime.simulation.fault_injection import RELAY, Fault, cut, freeze, kill, kill_coordinator, poison
-from tests.helpers.chaos import HEARTBEAT_S, ONLY, Chaos, Ground, Outcome
+from tests.helpers.chaos import HEARTBEAT_S, ONLY, Chaos, Outcome, RunSetup
 
 Play = Callable[..., Outcome]
 STEP_S = 0.1
 
 
 @pytest.fixture(scope="module")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Ground:
-    return Ground.made(tmp_path_factory.mktemp("ground"))
+def run_setup(tmp_path_factory: pytest.TempPathFactory) -> RunSetup:
+    return RunSetup.made(tmp_path_factory.mktemp("run_setup"))
 
 
 @pytest.fixture
-def play(ground: Ground, tmp_path: Path) -> Play:
+def play(run_setup: RunSetup, tmp_path: Path) -> Play:
     def played(
         *faults: Fault,
         iterations: int,
@@ -40,7 +40,7 @@ def play(ground: Ground, tmp_path: Path) -> Play:
         **choices: Any,
     ) -> Outcome:
         chaos = Chaos(
-            ground,
+            run_setup,
             tmp_path / "scene",
             faults,
             iterations,
@@ -58,7 +58,7 @@ def play(ground: Ground, tmp_path: Path) -> Play:
 
 
 def assert_struck(outcome: Outcome) -> None:
-    assert None not in outcome.strikes, outcome.tale()
+    assert None not in outcome.strikes, outcome.timeline()
 
 
 @pytest.mark.slow  # test_run.py: one is killed, and started again; test_reroute.py, test_virtual_chaos.py: in any phase
@@ -73,7 +73,7 @@ def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) 
         assert "signal 9" in outcome.said("gone", node)[0]
         assert outcome.said("rerouted", node), "their microbatches go on another way"
         assert outcome.said("joined", node), "they are started again"
-    assert outcome.said("able", 0), outcome.tale()
+    assert outcome.said("able", 0), outcome.timeline()
     assert not outcome.said("restarted"), "no iteration is begun again"
 
 
@@ -81,7 +81,7 @@ def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) 
 def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
     outcome = play(kill(ONLY).at(iteration=3, during="forward").back_after(0.2), iterations=12, kept_every=2)
     assert_struck(outcome)
-    assert any("from the newest checkpoint" in text for text in outcome.said("learning")), outcome.tale()
+    assert any("from the newest checkpoint" in text for text in outcome.said("learning")), outcome.timeline()
     assert any("a stage is left out" in text for text in outcome.said("rerouted", ONLY))
     assert outcome.metrics[3]["visits"][2] == 0, "nobody had a gradient for it"
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
@@ -91,7 +91,7 @@ def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
 def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
     outcome = play(kill(ONLY).at(iteration=2, during="backward").back_after(0.2), iterations=12)
     assert_struck(outcome)
-    assert any("from its neighbours" in text for text in outcome.said("learning")), outcome.tale()
+    assert any("from its neighbours" in text for text in outcome.said("learning")), outcome.timeline()
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
 
 
@@ -99,7 +99,7 @@ def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
 def test_all_data_nodes_are_lost_and_their_embedding_comes_from_a_copy(play: Play) -> None:
     outcome = play(*(kill(node).at(iteration=4, during="forward").back_after(0.2) for node in (0, 1, 2)), iterations=8)
     assert_struck(outcome)
-    assert any("head from the backup on" in text for text in outcome.said("learning")), outcome.tale()
+    assert any("head from the backup on" in text for text in outcome.said("learning")), outcome.timeline()
 
 
 @pytest.mark.slow  # test_averaging.py, test_virtual_chaos.py
@@ -111,7 +111,7 @@ def test_a_node_in_averaging_then_one_with_a_copy_for_a_checkpoint(play: Play) -
         kept_every=2,
     )
     assert_struck(outcome)
-    assert outcome.said("rerouted", 7), outcome.tale()
+    assert outcome.said("rerouted", 7), outcome.timeline()
     assert outcome.said("gone", ONLY)
     assert any("given up" in text for text in outcome.said("checkpoint"))
     kept = Checkpoints(Path(outcome.scene.job.output) / "checkpoints").complete()
@@ -126,7 +126,7 @@ def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
         iterations=10,
     )
     assert_struck(outcome)
-    assert len(outcome.said("joined", 8)) == 2, outcome.tale()
+    assert len(outcome.said("joined", 8)) == 2, outcome.timeline()
     assert len(outcome.said("gone", 8)) == 2
     assert len(outcome.said("able", 8)) == 1
 
@@ -135,7 +135,7 @@ def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
 def test_a_frozen_node_starts_over(play: Play) -> None:
     outcome = play(freeze(node=8).at(iteration=1, during="forward").back_after(1.5), iterations=13)
     assert_struck(outcome)
-    assert outcome.said("gone", 8) == ["no heartbeat for 1 s"], outcome.tale()
+    assert outcome.said("gone", 8) == ["no heartbeat for 1 s"], outcome.timeline()
     assert outcome.said("joined", 8), "when it was thawed"
 
 
@@ -144,7 +144,7 @@ def test_a_cut_link_is_done_without(play: Play) -> None:
     fault = cut(0, 4).at(iteration=1, during="forward").back_after(30)  # while the plan is the one that uses it
     outcome = play(fault, iterations=8)
     assert_struck(outcome)
-    assert outcome.said("cut"), outcome.tale()
+    assert outcome.said("cut"), outcome.timeline()
     assert not outcome.said("gone", 0)
     assert not outcome.said("gone", 4)
 
@@ -158,8 +158,8 @@ def test_a_link_that_is_cut_without_a_word_is_done_without(play: Play) -> None:
         build_s=1.5 * HEARTBEAT_S,  # they speak meanwhile, or all would be gone
     )
     assert_struck(outcome)
-    assert outcome.said("cut", 0) == ["cannot reach 'n4'"], outcome.tale()
-    assert outcome.said("cut", 6) or outcome.said("cut", 7), outcome.tale()
+    assert outcome.said("cut", 0) == ["cannot reach 'n4'"], outcome.timeline()
+    assert outcome.said("cut", 6) or outcome.said("cut", 7), outcome.timeline()
     assert not [text for text in outcome.said("restarted") if "waited" in text], "it is known before patience ends"
     assert not outcome.said("slow"), "who waits for a link is not slow"
     gone = [event["node"] for event in outcome.events if event["kind"] == "gone"]
@@ -177,13 +177,13 @@ def test_two_at_once_for_good(play: Play) -> None:
     assert_struck(outcome)
     assert outcome.said("gone", 1)
     assert outcome.said("gone", 4)
-    assert any("7 nodes take microbatches" in text for text in outcome.said("replanned")), outcome.tale()
+    assert any("7 nodes take microbatches" in text for text in outcome.said("replanned")), outcome.timeline()
 
 
 def test_the_coordinator_is_killed_and_started_again_elsewhere(play: Play) -> None:
     outcome = play(kill_coordinator().at(iteration=3, during="backward").back_after(0.3), iterations=6, joined=True)
     assert_struck(outcome)
-    assert any("9 nodes are where they were" in text for text in outcome.said("recovered")), outcome.tale()
+    assert any("9 nodes are where they were" in text for text in outcome.said("recovered")), outcome.timeline()
     assert not outcome.said("learning"), "nobody has lost anything"
 
 
@@ -195,7 +195,7 @@ def test_a_spoiled_gradient_is_left_out_and_a_full_disk_costs_a_checkpoint(play:
         kept_every=3,
     )
     assert_struck(outcome)
-    assert any("stage 3" in text for text in outcome.said("not-finite")), outcome.tale()
+    assert any("stage 3" in text for text in outcome.said("not-finite")), outcome.timeline()
     spoiled = [row["iteration"] for row in outcome.metrics if row["visits"][3] < row["visits"][1]]
     assert spoiled == [1], "what the others have made counts"
     kept = Checkpoints(Path(outcome.scene.job.output) / "checkpoints").complete()
@@ -203,12 +203,12 @@ def test_a_spoiled_gradient_is_left_out_and_a_full_disk_costs_a_checkpoint(play:
 
 
 @pytest.mark.slow
-def test_a_relay_that_is_killed_and_comes_back(ground: Ground, tmp_path: Path) -> None:
+def test_a_relay_that_is_killed_and_comes_back(run_setup: RunSetup, tmp_path: Path) -> None:
     """Four of nine nodes cannot be called, and meet there: nobody is evicted for that."""
     fault = kill(RELAY).at(iteration=2).back_after(0.5)
-    chaos = Chaos(ground, tmp_path / "scene", [fault], 6, out_only=frozenset({1, 2, 6, 7}), relay=True)
+    chaos = Chaos(run_setup, tmp_path / "scene", [fault], 6, out_only=frozenset({1, 2, 6, 7}), relay=True)
     outcome = chaos.run()
     outcome.check()
     assert_struck(outcome)
-    assert outcome.said("gone") == ["relay 'hub'"], outcome.tale()
-    assert len([text for text in outcome.said("joined") if text.startswith("relay")]) == 2, outcome.tale()
+    assert outcome.said("gone") == ["relay 'hub'"], outcome.timeline()
+    assert len([text for text in outcome.said("joined") if text.startswith("relay")]) == 2, outcome.timeline()

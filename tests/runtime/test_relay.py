@@ -17,16 +17,15 @@ from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.runtime import relay as relay_module
 from skippipe.runtime import rendezvous as rendezvous_module
-from skippipe.runtime.fencing import Incarnation, stamped
-from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.fencing import Incarnation
+from skippipe.runtime.message_json import from_json, stamped
 from skippipe.runtime.messages import CallBack, CallFailed, ControlMessage, Hello, PeerUpdate, RequestCallback
-from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.relay import RelayAgent, load_line
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, SAME_ATTEMPT_S, RelayInfo, RelayPool
 from skippipe.runtime.rendezvous import Rendezvous
 from skippipe.transport.addresses import free_port
 from skippipe.transport.admission import AdmissionServer
-from skippipe.transport.keys import KeyPair, PeerList
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair, PeerList
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox
 from skippipe.transport.members import MemberStore, cluster_keys
 from skippipe.transport.message import MessageKind, Received
@@ -112,7 +111,7 @@ class Run:
             box.connect(peer.name, OUT_ONLY, KEYS[peer.name].public)
 
     def _say(self, box: Mailbox, control: ControlMessage) -> None:
-        box.send(THE_COORDINATOR, stamped(to_json(control), self._lives[box.name].stamp()))
+        box.send(THE_COORDINATOR, stamped(control, self._lives[box.name].stamp()))
 
     def turn(self) -> bool:
         """All do what has come; nodes as `NodeAgent` does. Calls of one node to the other are refused on the way."""

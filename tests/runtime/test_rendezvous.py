@@ -12,8 +12,8 @@ import pytest
 
 from skippipe import __version__
 from skippipe.runtime import rendezvous as rendezvous_module
-from skippipe.runtime.fencing import Incarnation, stamped
-from skippipe.runtime.message_json import from_json, to_json
+from skippipe.runtime.fencing import Incarnation
+from skippipe.runtime.message_json import from_json, stamped
 from skippipe.runtime.messages import (
     CallBack,
     CallFailed,
@@ -24,9 +24,10 @@ from skippipe.runtime.messages import (
     RequestCallback,
 )
 from skippipe.runtime.node import agent
-from skippipe.runtime.node.agent import THE_COORDINATOR, node_main
+from skippipe.runtime.node.agent import node_main
 from skippipe.runtime.rendezvous import Rendezvous
 from skippipe.transport.addresses import free_port, join_address, split_address
+from skippipe.transport.keys import THE_COORDINATOR
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox
 
 DEADLINE_S = 60.0
@@ -60,7 +61,7 @@ def test_a_silent_node_is_declared_dead_however_short_the_timeout() -> None:
         )
         node.allow(THE_COORDINATOR, None)
         node.connect(THE_COORDINATOR, coordinator.address, None)
-        node.send(THE_COORDINATOR, stamped(to_json(Hello(node.address, __version__)), Incarnation(1).stamp()))
+        node.send(THE_COORDINATOR, stamped(Hello(node.address, __version__), Incarnation(1).stamp()))
         deadline = time.monotonic() + DEADLINE_S
         while len(recorder.events) < 2:
             assert time.monotonic() < deadline, recorder.events
@@ -137,7 +138,7 @@ def test_a_request_to_be_called_reaches_the_peer_and_only_from_one_that_can_be_c
         lives = {box: Incarnation(number) for number, box in enumerate((n0, n1), 1)}
 
         def say(box: Mailbox, control: ControlMessage) -> None:
-            box.send(THE_COORDINATOR, stamped(to_json(control), lives[box].stamp()))
+            box.send(THE_COORDINATOR, stamped(control, lives[box].stamp()))
 
         for box in (n0, n1):
             box.allow(THE_COORDINATOR, None)
@@ -186,7 +187,7 @@ def test_two_nodes_of_one_site_are_told_where_they_listen_though_the_coordinator
         told: dict[str, dict[str, str]] = {name: {} for name in names}
 
         def say(name: str, control: ControlMessage) -> None:
-            boxes[name].send(THE_COORDINATOR, stamped(to_json(control), lives[name].stamp()))
+            boxes[name].send(THE_COORDINATOR, stamped(control, lives[name].stamp()))
 
         def until(done: Callable[[], bool]) -> None:
             deadline = time.monotonic() + DEADLINE_S
@@ -258,7 +259,7 @@ def test_a_node_that_is_too_busy_for_a_handshake_is_neither_out_only_nor_called_
         node.allow(THE_COORDINATOR, None)
         node.connect(THE_COORDINATOR, coordinator.address, None)
         life = Incarnation(1)
-        node.send(THE_COORDINATOR, stamped(to_json(Hello(busy.address, __version__, callback="ab" * 32)), life.stamp()))
+        node.send(THE_COORDINATOR, stamped(Hello(busy.address, __version__, callback="ab" * 32), life.stamp()))
         deadline = time.monotonic() + DEADLINE_S
         while len(recorder.events) < 2:
             assert time.monotonic() < deadline, recorder.events
@@ -267,7 +268,7 @@ def test_a_node_that_is_too_busy_for_a_handshake_is_neither_out_only_nor_called_
         assert recorder.events == ["n0 joined", "n0 lost: no heartbeat for 0.3 s"]
         assert out_only == []
         for _ in range(20):
-            node.send(THE_COORDINATOR, stamped(to_json(Heartbeat("", 0.0)), life.stamp()))
+            node.send(THE_COORDINATOR, stamped(Heartbeat("", 0.0), life.stamp()))
             rendezvous.poll()
             busy.take()
         busy.take()

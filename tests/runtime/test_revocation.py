@@ -10,10 +10,10 @@ from pathlib import Path
 from skippipe.runtime.admission import REVOKED, Admission
 from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import Heartbeat, PeerUpdate, Stop
-from skippipe.runtime.node.agent import THE_COORDINATOR, NodeAgent
+from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.runtime.rendezvous import Listener
-from skippipe.transport.keys import KeyPair, PeerList
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair, PeerList
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.members import MemberStore, cluster_keys
 from skippipe.transport.message import Message, Stamp

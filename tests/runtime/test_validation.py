@@ -156,7 +156,7 @@ def test_any_few_faults_are_survived_with_evaluations(block: int) -> None:
         try:
             play(played)
         except Exception as error:
-            failed.append(f"{type(error).__name__}: {error}\n{played.tale()}")
+            failed.append(f"{type(error).__name__}: {error}\n{played.timeline()}")
     assert not failed, f"{len(failed)}, the first:\n{failed[0]}"
 
 

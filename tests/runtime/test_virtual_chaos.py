@@ -28,7 +28,7 @@ def test_any_few_faults_are_survived(block: int) -> None:
         try:
             play(played)
         except Exception as error:
-            failed.append(f"{type(error).__name__}: {error}\n{played.tale()}")
+            failed.append(f"{type(error).__name__}: {error}\n{played.timeline()}")
     assert not failed, f"{len(failed)} of {BLOCK}, the first:\n{failed[0]}"
 
 
@@ -41,7 +41,7 @@ def test_a_seed_is_the_whole_story() -> None:
     tales = []
     for seed in (1, 2):
         played = [play(staged(scenario(seed))) for _ in range(2)]
-        tales.append({each.tale() for each in played})
+        tales.append({each.timeline() for each in played})
         assert played[0].cluster.reports == played[1].cluster.reports
         assert played[0].cluster.wal == played[1].cluster.wal
     assert all(len(each) == 1 for each in tales)

@@ -12,7 +12,7 @@ import pytest
 from skippipe import __version__
 from skippipe.inference.request import FinishReason
 from skippipe.runtime.admission import Admission
-from skippipe.runtime.fencing import Incarnation, stamped
+from skippipe.runtime.fencing import Incarnation
 from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     ControlMessage,
@@ -35,6 +35,7 @@ from skippipe.serving.scheduler import EngineFull, SequenceRequest
 from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.members import MemberStore
+from skippipe.transport.message import Message
 
 PATIENCE_S = 60.0
 NODES = {"ann": 0, "bob": 1, "cem": 0}
@@ -53,7 +54,7 @@ class Peer:
 
     def say(self, said: ControlMessage | dict[str, Any]) -> None:
         body = said if isinstance(said, dict) else to_json(said)
-        self._mailbox.send("coordinator", stamped(body, self._incarnation.stamp()))
+        self._mailbox.send("coordinator", Message(self._incarnation.stamp(), body))
 
     def hello(self, version: str = __version__) -> None:
         self.say(Hello(self._mailbox.address, version))

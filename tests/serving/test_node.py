@@ -26,7 +26,7 @@ from skippipe.runtime.messages import (
     Sampled,
     StepFailed,
 )
-from skippipe.serving.node import MAX_EARLY, PROBE_BODY, EarlyMessages, ServingNode
+from skippipe.serving.node import MAX_EARLY, PROBE_BODY, EarlyTensors, ServingNode
 from skippipe.serving.routing import ServingRoute
 from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
 from skippipe.serving.step_protocol import (
@@ -342,7 +342,7 @@ def test_steps_that_cannot_be_are_dropped(changed: dict[str, Any], why: str) -> 
 
 
 def test_tensors_that_nobody_told_of_make_room_for_others() -> None:
-    early = EarlyMessages()
+    early = EarlyTensors()
     for step in range(3 * MAX_EARLY):
         early.put(4, (step, 1), step)
     early.put(5, (0, 1), "another's")

@@ -38,16 +38,16 @@ from skippipe.transport.enrolment import (
 from skippipe.transport.invitation import PREFIX, Invitation
 from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.members import MemberStore, NotAdmitted, cluster_keys
-from tests.helpers.admission_door import Door
+from tests.helpers.local_admission import LocalAdmission
 
 WITHIN_S = 10.0
 SOMEBODY = KeyPair.new()
 
 
 @pytest.fixture
-def door(tmp_path: Path) -> Iterator[Door]:
+def admission(tmp_path: Path) -> Iterator[LocalAdmission]:
     with ExitStack() as stack:
-        yield Door(tmp_path / "cluster", stack)
+        yield LocalAdmission(tmp_path / "cluster", stack)
 
 
 names = st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), min_size=1, max_size=12)
@@ -79,51 +79,51 @@ def test_an_invitation_of_one_address_fits_on_a_line() -> None:
     assert "token" not in repr(Invitation.from_text(text))
 
 
-def test_an_invitation_admits_one_key_once(door: Door) -> None:
-    invitation, pair = door.invite(), KeyPair.new()
-    stored = door.store.path.read_text()
+def test_an_invitation_admits_one_key_once(admission: LocalAdmission) -> None:
+    invitation, pair = admission.invite(), KeyPair.new()
+    stored = admission.store.path.read_text()
     assert invitation.keys.public in stored
     assert invitation.keys.secret not in stored and invitation.token.hex() not in stored
-    assert door.enrol(invitation, pair.public) == ""
-    assert door.store.load().peers == {"bob": pair.public}
-    event = door.event()
+    assert admission.enrol(invitation, pair.public) == ""
+    assert admission.store.load().peers == {"bob": pair.public}
+    event = admission.event()
     assert (event.kind, event.name) == ("admitted", "bob")
     assert "127.0.0.1" in event.text
-    assert door.enrol(invitation, pair.public) == "", "who has not heard the answer asks again"
-    assert door.server.events() == []
-    assert "was used at" in door.enrol(invitation), "another key with the same invitation"
-    event = door.event()
+    assert admission.enrol(invitation, pair.public) == "", "who has not heard the answer asks again"
+    assert admission.server.events() == []
+    assert "was used at" in admission.enrol(invitation), "another key with the same invitation"
+    event = admission.event()
     assert (event.kind, event.name) == ("refused", "bob")
     assert "was used at" in event.text and "(asked from 127.0.0.1)" in event.text
-    assert door.store.load().peers == {"bob": pair.public}
+    assert admission.store.load().peers == {"bob": pair.public}
 
 
-def test_a_used_invitation_stays_used_when_the_coordinator_is_started_again(door: Door) -> None:
-    invitation, pair = door.invite(), KeyPair.new()
-    assert door.enrol(invitation, pair.public) == ""
-    door.server.close()
-    door.open()
-    assert "was used at" in door.enrol(invitation)
-    with door.client(pair) as client:
+def test_a_used_invitation_stays_used_when_the_coordinator_is_started_again(admission: LocalAdmission) -> None:
+    invitation, pair = admission.invite(), KeyPair.new()
+    assert admission.enrol(invitation, pair.public) == ""
+    admission.server.close()
+    admission.open()
+    assert "was used at" in admission.enrol(invitation)
+    with admission.client(pair) as client:
         assert client.ask(Check(__version__), Checked).name == "bob", "the member is known"
 
 
-def test_who_is_not_let_in(door: Door) -> None:
-    late = door.invite("late", lasting_s=60)
-    door.clock.now_s += 61
-    assert "has expired at" in door.enrol(late)
-    assert door.event().kind == "refused"
-    first, second = door.invite("carol"), door.invite("carol")
-    assert "was withdrawn at" in door.enrol(first), "a new invitation makes the one before void"
-    assert door.enrol(second) == ""
-    stranger = Invitation("dave", door.keys.public, (door.address,), 2**31)
-    assert "is not known there" in door.enrol(stranger)
-    elsewhere = Invitation("bob", KeyPair.new().public, (door.address,), 2**31)
-    assert "is not the coordinator that this" in door.enrol(elsewhere)
+def test_who_is_not_let_in(admission: LocalAdmission) -> None:
+    late = admission.invite("late", lasting_s=60)
+    admission.clock.now_s += 61
+    assert "has expired at" in admission.enrol(late)
+    assert admission.event().kind == "refused"
+    first, second = admission.invite("carol"), admission.invite("carol")
+    assert "was withdrawn at" in admission.enrol(first), "a new invitation makes the one before void"
+    assert admission.enrol(second) == ""
+    stranger = Invitation("dave", admission.keys.public, (admission.address,), 2**31)
+    assert "is not known there" in admission.enrol(stranger)
+    elsewhere = Invitation("bob", KeyPair.new().public, (admission.address,), 2**31)
+    assert "is not the coordinator that this" in admission.enrol(elsewhere)
     other_version = pytest.raises(UserError, match=f"skippipe 0.0.0 here, {__version__} at the coordinator")
-    with door.client(door.invite("eve").keys) as client, other_version:
+    with admission.client(admission.invite("eve").keys) as client, other_version:
         client.ask(Enrol(KeyPair.new().public, "0.0.0"), Admitted)
-    assert door.store.load().peers.keys() == {"carol"}
+    assert admission.store.load().peers.keys() == {"carol"}
 
 
 def test_a_coordinator_that_ends_in_a_handshake_is_asked_again(tmp_path: Path) -> None:
@@ -136,19 +136,19 @@ def test_a_coordinator_that_ends_in_a_handshake_is_asked_again(tmp_path: Path) -
             done = pool.submit(enrol, invitation, KeyPair.new().public, __version__, WITHIN_S, waited.append)
             for _ in range(2):  # whether it answers, and the request
                 first.accept()[0].close()
-        Door(tmp_path, stack, address)
+        LocalAdmission(tmp_path, stack, address)
         assert done.result(WITHIN_S) == (address,)
     assert len(waited) == 1
 
 
-def test_what_an_invitation_is_good_for(door: Door) -> None:
+def test_what_an_invitation_is_good_for(admission: LocalAdmission) -> None:
     """Enrolment and looking at oneself; a closed one for nothing but to be told so."""
-    invitation = door.invite()
-    with door.client(invitation.keys) as client:
+    invitation = admission.invite()
+    with admission.client(invitation.keys) as client:
         assert client.ask(Check(__version__), Checked).closed == ""
         assert client.ask(Call("127.0.0.1:1", "0" * 32), Called).failure == "nothing listens at this port"
         assert client.send_pieces(5000, 5000) < WITHIN_S
-        assert door.enrol(invitation) == ""
+        assert admission.enrol(invitation) == ""
         assert "was used at" in client.ask(Check(__version__), Checked).closed
         with pytest.raises(UserError, match="was used at"):
             client.ask(Call("127.0.0.1:1", "0" * 32), Called)
@@ -164,22 +164,24 @@ class DoneAtSecondLook(Future[AnyReply]):
         return self.looks > 1
 
 
-def test_a_reply_that_comes_while_others_are_sent_is_sent_too(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_comes_while_others_are_sent_is_sent_too(
+    admission: LocalAdmission, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def submit(work: Callable[[], AnyReply]) -> Future[AnyReply]:
         future = DoneAtSecondLook()
         future.set_result(work())
         return future
 
-    monkeypatch.setattr(door.server, "_pool", SimpleNamespace(submit=submit, shutdown=lambda **_: None))
-    with door.client(door.invite().keys) as client:
+    monkeypatch.setattr(admission.server, "_pool", SimpleNamespace(submit=submit, shutdown=lambda **_: None))
+    with admission.client(admission.invite().keys) as client:
         assert client.ask(Check(__version__), Checked, WITHIN_S).name == "bob"
 
 
 @pytest.mark.parametrize("refusal", [Refusal.KEY_UNKNOWN, Refusal.OTHER_KEY])
-def test_who_is_refused_before_it_has_asked_is_told_so(door: Door, refusal: Refusal) -> None:
+def test_who_is_refused_before_it_has_asked_is_told_so(admission: LocalAdmission, refusal: Refusal) -> None:
     """A process may be held up between connecting and asking; nothing can be sent then, nor waited for."""
-    own = KeyPair.new() if refusal is Refusal.KEY_UNKNOWN else door.invite().keys
-    with door.client(own, KeyPair.new().public if refusal is Refusal.OTHER_KEY else None) as client:
+    own = KeyPair.new() if refusal is Refusal.KEY_UNKNOWN else admission.invite().keys
+    with admission.client(own, KeyPair.new().public if refusal is Refusal.OTHER_KEY else None) as client:
         assert client._monitor.poll(round(1000 * WITHIN_S)), "it is refused"
         deadline = time.monotonic() + WITHIN_S
         while client._dealer.poll(0, zmq.POLLOUT):
@@ -190,53 +192,53 @@ def test_who_is_refused_before_it_has_asked_is_told_so(door: Door, refusal: Refu
         assert failed.value.refusal is refusal
 
 
-def test_requests_of_a_key_are_limited(door: Door) -> None:
-    with door.client(door.invite().keys) as client, pytest.raises(UserError, match="too many requests"):
+def test_requests_of_a_key_are_limited(admission: LocalAdmission) -> None:
+    with admission.client(admission.invite().keys) as client, pytest.raises(UserError, match="too many requests"):
         for _ in range(100):
             client.ask(Call("127.0.0.1:1", "0" * 32), Called)
 
 
-def test_a_revoked_key_gets_no_further_than_the_handshake(door: Door) -> None:
-    invitation, pair = door.invite(), KeyPair.new()
-    assert door.enrol(invitation, pair.public) == ""
-    door.server.events()
-    door.store.revoke("bob")
-    with door.client(pair) as client, pytest.raises(NoConversation) as refused:
+def test_a_revoked_key_gets_no_further_than_the_handshake(admission: LocalAdmission) -> None:
+    invitation, pair = admission.invite(), KeyPair.new()
+    assert admission.enrol(invitation, pair.public) == ""
+    admission.server.events()
+    admission.store.revoke("bob")
+    with admission.client(pair) as client, pytest.raises(NoConversation) as refused:
         client.ask(Check(__version__), Checked)
     assert refused.value.refusal is Refusal.KEY_UNKNOWN
-    assert "a key that was revoked, from 127.0.0.1" in door.event().text
-    again = door.invite()
-    assert "known here already" in door.enrol(again, pair.public), "the key cannot come back"
-    assert door.enrol(again) == "", "the name can"
+    assert "a key that was revoked, from 127.0.0.1" in admission.event().text
+    again = admission.invite()
+    assert "known here already" in admission.enrol(again, pair.public), "the key cannot come back"
+    assert admission.enrol(again) == "", "the name can"
 
 
-def test_the_list_of_members(door: Door) -> None:
-    door.enrol(door.invite("bob"))
-    door.invite("carol", lasting_s=60)
-    door.invite("dave", lasting_s=600)
-    door.enrol(door.invite("eve"))
-    door.store.revoke("eve")
-    door.store.write_seen({"bob": 1000.0})
-    door.clock.now_s += 100
-    states = {row.name: row.state for row in door.store.rows()}
+def test_the_list_of_members(admission: LocalAdmission) -> None:
+    admission.enrol(admission.invite("bob"))
+    admission.invite("carol", lasting_s=60)
+    admission.invite("dave", lasting_s=600)
+    admission.enrol(admission.invite("eve"))
+    admission.store.revoke("eve")
+    admission.store.write_seen({"bob": 1000.0})
+    admission.clock.now_s += 100
+    states = {row.name: row.state for row in admission.store.rows()}
     assert states == {"bob": "member", "carol": "expired", "dave": "invited", "eve": "revoked"}
-    assert door.store.rows()[0].seen_s == 1000
-    assert door.store.load().expected(door.clock()) == ["bob", "dave"]
+    assert admission.store.rows()[0].seen_s == 1000
+    assert admission.store.load().expected(admission.clock()) == ["bob", "dave"]
     with pytest.raises(UserError, match="'frank': is neither a member nor invited; there are: bob, dave"):
-        door.store.revoke("frank")
+        admission.store.revoke("frank")
     with pytest.raises(UserError, match="--name bob: is a member already"):
-        door.invite("bob")
+        admission.invite("bob")
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
 def test_addresses_of_both_kinds_are_tried_and_the_one_that_answers_comes_first(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        door = Door(tmp_path, stack, f"[::1]:{free_port('::1') + 1}")
+        admission = LocalAdmission(tmp_path, stack, f"[::1]:{free_port('::1') + 1}")
         nowhere = f"127.0.0.1:{free_port('127.0.0.1') + 1}"
-        invitation = door.store.invite("bob", door.keys.public, 60, (nowhere, door.address))
+        invitation = admission.store.invite("bob", admission.keys.public, 60, (nowhere, admission.address))
         again = Invitation.from_text(invitation.to_text())
-        assert enrol(again, KeyPair.new().public, __version__, 0.0, print) == (door.address, nowhere)
-        assert "from ::1" in door.event().text
+        assert enrol(again, KeyPair.new().public, __version__, 0.0, print) == (admission.address, nowhere)
+        assert "from ::1" in admission.event().text
 
 
 def test_a_relay_is_a_member_and_no_node(tmp_path: Path) -> None:
@@ -254,10 +256,10 @@ def test_a_relay_is_a_member_and_no_node(tmp_path: Path) -> None:
     assert store.load().expected(0.0) == ["ann", "other"] and store.load().relays == ()
 
 
-def test_two_who_come_at_once_with_one_invitation(door: Door) -> None:
+def test_two_who_come_at_once_with_one_invitation(admission: LocalAdmission) -> None:
     """The file decides, not the process: whoever is second has the lock second."""
-    invitation = door.invite()
-    stores = [MemberStore.of_folder(door.folder) for _ in range(2)]
+    invitation = admission.invite()
+    stores = [MemberStore.of_folder(admission.folder) for _ in range(2)]
     assert stores[0].admit(invitation.keys.public, KeyPair.new().public) == "bob"
     with pytest.raises(NotAdmitted, match="was used at"):
         stores[1].admit(invitation.keys.public, KeyPair.new().public)

@@ -137,10 +137,8 @@ class CommitLoop:
         If work is lost by that, it counts against the node that reported it (see `LinkReports`)."""
         now_ns, estimator, membership = self.env.now_ns(), self.replanner.estimator, self.membership
         reports, paused = estimator.link_reports, self.context.state is CoordinatorState.PAUSED
-        used, same_stage = (
-            not paused and self.current.uses(node, peer),
-            membership[node].stage == membership[peer].stage,
-        )
+        used = not paused and self.current.uses(node, peer)
+        same_stage = membership[node].stage == membership[peer].stage
         if estimator.is_down(node, peer, now_ns) and not used:
             return
         pair, relayed = frozenset({node, peer}), estimator.relayed_pairs()
@@ -287,12 +285,8 @@ class CommitLoop:
 
     def _commit(self) -> None:
         """All nodes have the mean gradient. The decision is logged before any node is told."""
-        current, progress, visits, norms = (
-            self.current,
-            self.replanner.progress,
-            self.current.visits,
-            self.current.norms,
-        )
+        current, progress = self.current, self.replanner.progress
+        visits, norms = current.visits, current.norms
         if current.not_finite:
             bad = ", ".join(map(str, current.not_finite))
             self.context.log_event("not-finite", f"the gradient of stage {bad}; the node that made it has left it out")

@@ -62,7 +62,7 @@ class Membership:
     relays: dict[str, RelayInfo] = field(default_factory=dict)
     """Relays at which all of these meet."""
     relay_since_ns: int = 0
-    """When the last of them came."""
+    """When the last relay came."""
     may_relay: bool = False
     """There are relays that may join, or have joined."""
 

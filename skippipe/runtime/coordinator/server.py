@@ -16,12 +16,11 @@ from skippipe.runtime.coordinator.interfaces import Callback, CheckpointStore, S
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.messages import ControlMessage, NewPlan, PeerUpdate, StateRequest, Stop, Welcome
-from skippipe.runtime.node.agent import THE_COORDINATOR
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.rendezvous import EXIT_MESSAGE_S, EndedNodes, Listener, poll_s
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.admission import NodeNeeds
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import OUT_ONLY, Mailbox, Security
 from skippipe.transport.message import Message, MessageKind, Received, StatePiece
 
@@ -48,8 +47,8 @@ class CoordinatorServer:
     ) -> None:
         self.checkpoint_store = checkpoint_store
         self.machine: Coordinator | None = None
-        self._store = store
-        self._append_wal = append_wal
+        self.store_weights = store
+        self.append_wal = append_wal
         self._node_config = node_config
         self._node_config_json = node_config.to_json()
         self._publics = publics
@@ -60,11 +59,11 @@ class CoordinatorServer:
             self._mailbox,
             self._numbers,
             publics,
-            self._on_malformed,
-            self._on_reached,
-            self._on_out_only,
-            lambda name, info: self._machine.on_relay(name, info),
-            lambda a, b, apart: self._machine.on_apart(self._numbers[a], self._numbers[b], apart),
+            on_malformed=lambda name, what: self._machine.on_malformed(self._numbers[name], what),
+            on_reached=lambda name: self._machine.on_reach(self._numbers[name], None),
+            on_out_only=self._on_out_only,
+            on_relay=lambda name, info: self._machine.on_relay(name, info),
+            on_apart=lambda a, b, apart: self._machine.on_apart(self._numbers[a], self._numbers[b], apart),
         )
         self._plan_json: tuple[Plan, dict[str, Any]] | None = None
         self._admission = admission
@@ -186,12 +185,6 @@ class CoordinatorServer:
     def send_plan(self, node: int, plan: Plan) -> None:
         self.send(node, NewPlan(self._to_json(plan)))
 
-    def store_weights(self, stage: int, number: int, piece: Any) -> None:
-        self._store(stage, number, piece)
-
-    def append_wal(self, record: dict[str, Any]) -> None:
-        self._append_wal(record)
-
     def send_checkpoint_state(self, node: int, stage: int, request: StateRequest) -> None:
         assert self.checkpoint_store is not None
         try:
@@ -223,11 +216,5 @@ class CoordinatorServer:
         assert self.machine is not None
         return self.machine
 
-    def _on_reached(self, name: str) -> None:
-        self._machine.on_reach(self._numbers[name], None)
-
     def _on_out_only(self, name: str, address: str, site: str) -> None:
         self._machine.on_reach(self._numbers[name], "" if address == OUT_ONLY else address, site)
-
-    def _on_malformed(self, name: str, what: str) -> None:
-        self._machine.on_malformed(self._numbers[name], what)

@@ -18,21 +18,21 @@ class Deadlines:
     """How long the coordinator waits in each state before it gives up and names the nodes that it waited for."""
 
     join: timedelta = timedelta(minutes=10)
-    """For the last node to join, and in a pause for nodes to take the places of lost ones."""
+    """Time for the last node to join, and in a pause for nodes to take the places of lost ones."""
     ready: timedelta = timedelta(minutes=5)
-    """For a node to build its stage."""
+    """Time for a node to build its stage."""
     iteration: timedelta = timedelta(minutes=10)
-    """For a message that takes the iteration further, whatever the plan promises."""
+    """Time for a message that takes the iteration further, whatever the plan promises."""
     gather: timedelta = timedelta(minutes=10)
-    """For the next piece of the final weights."""
+    """Time for the next piece of the final weights."""
     abort: timedelta = timedelta(seconds=4)
-    """For the next piece of the final weights, and for disk space, if the run is to stop at once."""
+    """Time for the next piece of the final weights, and for disk space, if the run is to stop at once."""
     disk_space: timedelta = timedelta(hours=1)
-    """For space on the disk, if the final weights cannot be written."""
+    """Time for space on the disk, if the final weights cannot be written."""
     heartbeat: timedelta = timedelta(seconds=TIMEOUT_S)
-    """Without a heartbeat after which a node is declared dead."""
+    """Time without a heartbeat after which a node is declared dead."""
     rejoin: timedelta = timedelta(seconds=20)
-    """For nodes to reconnect to a coordinator that was restarted."""
+    """Time for nodes to reconnect to a coordinator that was restarted."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ from skippipe.runtime.relay_pool import RelayInfo
 class StartupContext(CommitContext, Protocol):
     """What the startup sees of the coordinator."""
 
-    def gather_weights(self) -> None: ...
-
     def await_last_step(self, stepped: set[int]) -> None: ...
 
 
@@ -127,7 +125,7 @@ class Startup:
             self.commits.restart("the coordinator was restarted")
 
     def _go_on_if_complete(self) -> None:
-        """Of what nodes there are, and how they are reached, more is known than before."""
+        """More is known of the nodes that there are, and of how they are reached."""
         if self.context.state is CoordinatorState.JOINING:
             self.prepare_if_complete()
         elif self.context.state is CoordinatorState.REJOINING and not self.missing:

@@ -14,7 +14,6 @@ of its list. A node that it has declared dead by mistake announces itself again 
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import time
 from collections import Counter, deque
@@ -26,8 +25,8 @@ import msgspec
 from skippipe import __version__
 from skippipe.errors import UserError
 from skippipe.heartbeat import HEARTBEATS, RESEND
-from skippipe.runtime.fencing import NO_STAMP, Incarnation, stamp_of, stamped
-from skippipe.runtime.message_json import control_of, to_json
+from skippipe.runtime.fencing import NO_STAMP, Incarnation, stamp_of
+from skippipe.runtime.message_json import control_of, stamped
 from skippipe.runtime.messages import (
     COORDINATOR,
     CallBack,
@@ -48,19 +47,17 @@ from skippipe.runtime.node.copies import Outbox
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThreads
 from skippipe.runtime.node.peer_links import PeerLinks
-from skippipe.transport.keys import KeyPair
+from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
 from skippipe.transport.message import Message, MessageKind, Received
-from skippipe.transport.token_gate import TOKEN_BYTES
+from skippipe.transport.token_gate import HEX_TOKEN, TOKEN_BYTES
 
 log = logging.getLogger(__name__)
-THE_COORDINATOR = "coordinator"
 CLOSE_LINGER_S = 2.0
 LAST_OP_S = 10.0  # for a pass that is being computed when the node ends
 FIRST_HEARTBEAT_S = 1.0  # the heartbeat until the coordinator sends its own: a node with no stage must not seem silent
 CALLBACK_S = 5.0  # for the coordinator to reach a node at the address that it announces
-TOKEN = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 WRONG_KEY = 3  # handshakes that the program at the coordinator's address ends in a row: once, it may have ended itself
 RETRY_S = 2.0  # from one attempt to reach the coordinator to the next
 LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
@@ -91,9 +88,9 @@ class NodeAgent:
         )
         self._links = PeerLinks(self._mailbox, join_config.name)
         self._secret = b""
-        """For streams to the coordinator; another one with every hello."""
+        """Secret of the streams to the coordinator; another one with every hello."""
         self._handshakes_failed = 0
-        """In a row, with the coordinator."""
+        """Handshakes with the coordinator that failed in a row."""
         self._calls_out = False
         """The coordinator has not reached this node at its address before."""
         self._coordinator = join_config.coordinator
@@ -177,9 +174,9 @@ class NodeAgent:
             self.send_control(CallFailed(peer))
 
     def _call_back(self, control: CallBack) -> None:
-        if control.peer not in self._numbers or not TOKEN.fullmatch(control.token or control.relay):
+        if control.peer not in self._numbers or not HEX_TOKEN.fullmatch(control.token or control.relay):
             return
-        if TOKEN.fullmatch(control.relay):
+        if HEX_TOKEN.fullmatch(control.relay):
             self._mailbox.meet(control.address.split(","), control.relay, control.token)
         elif not control.relay:
             self._mailbox.answer(control.peer, control.address.split(","), control.token)
@@ -201,7 +198,7 @@ class NodeAgent:
     def send_control(self, control: ControlMessage, to: int = COORDINATOR) -> None:
         stamp = self._incarnation.stamp() if to == COORDINATOR else NO_STAMP
         due_ns = self._uplink.notice_ns(self._names[to]) if self._uplink and isinstance(control, TasksDone) else 0
-        self._send(self._names[to], stamped(to_json(control), stamp), due_ns)
+        self._send(self._names[to], stamped(control, stamp), due_ns)
 
     def start(self, op: Any) -> None:
         assert self._thread is not None

@@ -48,8 +48,8 @@ class AveragingProtocol:
         self.averaging = averagings[stage]
         self.schedule = self.averaging.schedule
         self.unacknowledged: dict[tuple[int, int], tuple[int, Message]] = {}
-        """By stage and number of the transfer, receiver and message of all that was sent and may be lost if a
-        connection breaks. None is acknowledged; but a contribution has arrived if the total of its piece has come. For
+        """Stage and number of a transfer → receiver and message, of all that was sent and may be lost if a connection
+        breaks. None is acknowledged; but a contribution has arrived if the total of its piece has come. For
         as long as they are here, no operation writes to the memory that they refer to."""
         self._number = number
         self._stage = stage

@@ -158,7 +158,7 @@ class Role:
     links: Mapping[str, EmulatedLink] = field(default_factory=dict)
     """Name → emulated link to that node."""
     links_here: Mapping[str, EmulatedLink] = field(default_factory=dict)
-    """The same from that node."""
+    """Name → emulated link from that node to this one."""
     upload_bytes_per_s: float | None = None
     """What all links carry from here together, emulated or real; None: no limit, as is the next."""
     download_bytes_per_s: float | None = None

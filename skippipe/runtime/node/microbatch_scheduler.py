@@ -24,12 +24,8 @@ from skippipe.runtime.routing import apply_reroute, routes_of
 from skippipe.timeline import Timing
 from skippipe.transport.message import Hop, Message
 
-all_steps, steps, place = (
-    python_version(dispatch.all_steps),
-    python_version(dispatch.steps),
-    python_version(dispatch.place),
-)
-message_pass = python_version(dispatch.message_pass)
+all_steps, steps = python_version(dispatch.all_steps), python_version(dispatch.steps)
+place, message_pass = python_version(dispatch.place), python_version(dispatch.message_pass)
 is_weights, weights_after = python_version(dispatch.is_weights), python_version(dispatch.weights_after)
 frees_slot, may_start = python_version(dispatch.frees_slot), python_version(dispatch.may_start)
 urgency, goes_before = python_version(dispatch.urgency), python_version(dispatch.goes_before)
@@ -101,7 +97,7 @@ class MicrobatchScheduler:
         self.took_ns: dict[int, list[int]] = {}
         """Kind of task → number of tasks, and ns that they took."""
         self._copies: list[tuple[StageTask, CopyTimes]] = []
-        """Of recorded tasks: copies of what they were given, and of what they made."""
+        """Copies between host and device of what recorded tasks were given, and of what they made."""
         self.lag_ns: dict[int, int] = {}
         """Sender → the least time that a hop took from there."""
         self.sent_bytes: Counter[int] = Counter()
@@ -206,7 +202,7 @@ class MicrobatchScheduler:
         self._ready.append(ReadyTask(self._task(lane, microbatch, 0), now_ns))
 
     def _task(self, lane: int, microbatch: int, step: int) -> StageTask:
-        """On the device that has the microbatch, or is likely to get it."""
+        """A task on the device that has the microbatch, or is likely to get it."""
         route = self.routes[lane]
         target = self._schedule.targets[lane][step] if step < route.length else 0
         data = route.first_microbatch + microbatch

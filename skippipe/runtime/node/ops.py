@@ -140,7 +140,7 @@ class AdoptPiece:
 
 @dataclass(frozen=True)
 class GradNorm:
-    """From the sum of gradients to their mean over the microbatches that came; gives its squared norm."""
+    """Turn the sum of gradients into their mean over the microbatches that came; gives its squared norm."""
 
     visits: int
     alone: bool
@@ -276,7 +276,7 @@ class OpQueue:
     def __init__(self, start: Callable[[Op], None]) -> None:
         self.running: list[Op] = []
         self._cancelled: list[Op] = []
-        """Those that run, and whose results are unused."""
+        """Operations that run, and whose results are unused."""
         self._start = start
         self._waiting: deque[Op] = deque()
 

@@ -63,7 +63,7 @@ class SymbolicExecutor:
         self.state: list[tuple[MicrobatchKey, ...]] = []
         """Stands for the weights: the microbatches in the gradient of every step taken, from the first."""
         self.ends: list[tuple[MicrobatchKey, ...]] = []
-        """The same for embedding, final norm and head; empty as the seed has them, and on other stages than 0."""
+        """Stands for embedding, final norm and head; empty as the seed has them, and on other stages than 0."""
         self._rebuilt = False
         self._backup: tuple[int, tuple[tuple[MicrobatchKey, ...], ...]] | None = None
         self._incoming: list[tuple[MicrobatchKey, ...]] = []

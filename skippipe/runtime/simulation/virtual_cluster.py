@@ -275,7 +275,7 @@ class VirtualCluster:
             self.after(delay_ns + later_ns, lambda: self._arrive(receiver, action, None), receiver)
 
     def _arrive(self, node: int, action: Action, incarnation: int | None) -> None:
-        """At one incarnation of a node, or at any (None); or at the coordinator."""
+        """Something arrives at one incarnation of a node, or at any (None); or at the coordinator."""
         if node in self.alive and incarnation not in (None, self.alive[node]):
             return
         if node in self.frozen:
@@ -423,7 +423,7 @@ class VirtualCluster:
         self.coordinator_incarnation += 1
 
     def restart_coordinator(self) -> None:
-        """It is started again, from its log, and nodes find it."""
+        """The coordinator is started again, from its log, and nodes find it."""
         self.coordinator_incarnation += 1
         self.coordinator = self._start_coordinator(list(self.wal))
         for node in self.alive:

@@ -24,7 +24,7 @@ class Choice:
     """The prompt's text, where it is to stand before the answer."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[TextLogprob] = field(default_factory=list)
-    """Of every token, if they were asked for."""
+    """Log-probabilities of every token, if they were asked for."""
     num_tokens: int = 0
     num_stages: int = 0
     """Stages of the shortest route by which a token of the answer was computed."""
@@ -125,7 +125,7 @@ class ResponseBuilder:
         return {**self._chunk_head(), "choices": [one], **({"usage": None} if with_usage else {})}
 
     def _logprobs(self, choice: Choice, new: Sequence[TextLogprob]) -> dict[str, Any] | None:
-        """Those of the choice's newest tokens."""
+        """Log-probabilities of the choice's newest tokens."""
         if choice.request.sampling.logprobs is None:
             return None
         if self.chat:

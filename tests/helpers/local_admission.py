@@ -1,6 +1,6 @@
 """A coordinator's admission for tests: in this process, or as a program in a network namespace.
 
-python -m tests.helpers.admission_door FOLDER HOST:PORT prints an invitation and admits until its input ends.
+python -m tests.helpers.local_admission FOLDER HOST:PORT prints an invitation and admits until its input ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Clock:
         return self.now_s
 
 
-class Door:
+class LocalAdmission:
     """A coordinator's admission at a port of this machine, and the folder of its cluster."""
 
     def __init__(self, folder: Path, stack: ExitStack, address: str = "") -> None:
@@ -82,8 +82,8 @@ class Door:
 
 def main() -> None:
     with ExitStack() as stack:
-        door = Door(Path(sys.argv[1]), stack, sys.argv[2])
-        print(door.invite().to_text(), flush=True)
+        admission = LocalAdmission(Path(sys.argv[1]), stack, sys.argv[2])
+        print(admission.invite().to_text(), flush=True)
         sys.stdin.read()
 
 
