@@ -61,10 +61,7 @@ def run_job(
 
     torch.set_num_threads(wanted.compute.threads)
     output = Path(wanted.output)
-    with (
-        interruptible(2) as stopped,
-        open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder,
-    ):
+    with interruptible(2) as stopped, open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder:
         run_setup = build_setup(wanted, stopped, nodes_here, resumed, drills, folder)
         if stopped:
             raise KeyboardInterrupt
