@@ -75,8 +75,7 @@ def planned(problem: Problem, strategy: Strategy, budget_s: float, seed: int = 0
 
 
 def iteration_s(plan: Plan) -> float:
-    assert plan.expected is not None
-    return plan.expected.iteration_s
+    return plan.promise.iteration_s
 
 
 def published20(seeds: int, _: float) -> None:
@@ -148,9 +147,8 @@ def codecs(seeds: int, budget_s: float, used: Sequence[str] = CODECS_USED) -> No
             for name, chosen in (("open", small), (" ".join(map(str, by_hand)), fixed)):
                 for seed in range(seeds):
                     plan = planned(chosen, Strategy.BEST, budget_s, seed)
-                    assert plan.expected is not None
                     usual = simulate(replace(plan, workload=work), Timing.FULL)
-                    moved = plan.expected.bytes_moved
+                    moved = plan.promise.bytes_moved
                     print(
                         f"| {each.replace(',', ', ')} | {microbatches} | {slots} | {name} | {seed} "
                         f"| {iteration_s(plan):.2f} s | {plan.samples_per_s:.2f} | {moved / 1e9:.2f} "
@@ -169,8 +167,7 @@ def with_codecs(work: Workload, cluster: Cluster, there: str, back: str, gradien
 
 def at_work(plan: Plan) -> float:
     """The share of the iteration in which the plan's nodes compute, on average."""
-    assert plan.expected is not None
-    return statistics.mean(node.worker_busy_ns for node in plan.expected.nodes) / plan.expected.iteration_ns
+    return statistics.mean(node.worker_busy_ns for node in plan.promise.nodes) / plan.promise.iteration_ns
 
 
 def settings(_: int, budget_s: float) -> None:

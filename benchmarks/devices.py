@@ -12,44 +12,29 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 
-from skippipe.cluster import Cluster, Node
+from benchmarks.local import Reports, run_of, this_machine
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model_shape import ModelShape
-from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
-from skippipe.runtime.coordinator.settings import CoordinatorSettings
-from skippipe.runtime.node_config import NodeConfig
-from skippipe.training.run import Run
+from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.workload import Workload
 
-LEARNING = OptimConfig(warmup=2, iterations=1000)
 MACHINES, STAGES = 2, 2  # machines of each stage
 PER_LANE = 2
 
 
-@dataclass
-class Watch(Callback):
-    plan: Plan
-    seconds: list[float] = field(default_factory=list)
-    averaged_bytes: list[int] = field(default_factory=list)
-
-    def iteration_done(self, report: IterationReport) -> None:
-        stage_of = self.plan.stage_of
-        within = [count for (a, b), count in report.sent_bytes.items() if stage_of[a] == stage_of[b]]
-        self.seconds.append(report.seconds)
-        self.averaged_bytes.append(sum(within))
+def averaged_bytes(plan: Plan, report: IterationReport) -> int:
+    """Bytes sent between nodes of the same stage."""
+    stage_of = plan.stage_of
+    return sum(count for (a, b), count in report.sent_bytes.items() if stage_of[a] == stage_of[b])
 
 
 def plan_of(vocabulary: int, nodes: int, devices: int) -> Plan:
@@ -59,23 +44,17 @@ def plan_of(vocabulary: int, nodes: int, devices: int) -> Plan:
     workload = Workload(
         shape, 256, 2, lanes * PER_LANE, wire_dtype="bf16", gradient_dtype="fp32", compute_dtype="fp32", max_slots=1
     )
-    count = STAGES * nodes
-    machines = tuple(Node(f"n{index}", "here", 1e10, 2**34, devices=devices) for index in range(count))
-    cluster = Cluster("this machine", machines, np.full((count, count), 1e-5), np.full((count, count), 1e9))
     members = [tuple(range(stage * nodes, (stage + 1) * nodes)) for stage in range(STAGES)]
     paths = [tuple(each[lane % nodes] for each in members) for lane in range(lanes)]
     stages = tuple(Stage(shape.layers // STAGES, each, each) for each in members)
-    return Plan(cluster, workload, stages, tuple(Lane(path, PER_LANE) for path in paths))
+    return Plan(this_machine(STAGES * nodes, devices), workload, stages, tuple(Lane(path, PER_LANE) for path in paths))
 
 
-def trained(plan: Plan, tokens: TokenFile, iterations: int) -> Watch:
-    spec = ModelSpec(llama_config(plan.workload.model))
-    config = NodeConfig(plan, spec.config.to_dict(), 0, LEARNING, str(tokens.folder), tokens.fingerprint)
-    watch = Watch(plan)
+def trained(plan: Plan, tokens: TokenFile, iterations: int) -> Reports:
+    reports = Reports()
     with tempfile.TemporaryDirectory() as folder:
-        settings = CoordinatorSettings(LEARNING, iterations)
-        Run(config, spec, tokens.tokenizer(), Path(folder), settings).launch_local(watch)
-    return watch
+        run_of(plan, ModelSpec(llama_config(plan.workload.model)), tokens, folder, iterations).launch_local(reports)
+    return reports
 
 
 def main() -> None:
@@ -94,10 +73,10 @@ def main() -> None:
     averaged: dict[str, int] = {}
     for _ in range(given.rounds):
         for name, plan in plans.items():
-            watch = trained(plan, tokens, given.iterations)
-            taken[name] += watch.seconds[1:]
-            averaged[name] = watch.averaged_bytes[-1]
-            print(f"{name}: {', '.join(f'{each:.2f}' for each in watch.seconds)} s", flush=True)
+            reports = trained(plan, tokens, given.iterations)
+            taken[name] += reports.seconds[1:]
+            averaged[name] = averaged_bytes(plan, reports.all[-1])
+            print(f"{name}: {', '.join(f'{each:.2f}' for each in reports.seconds)} s", flush=True)
     for name, seconds in taken.items():
         print(f"{name}: {1 / median(seconds):.3f} iterations/s, {averaged[name] / 1e6:.1f} MB averaged an iteration")
     (one, one_bytes), (several, several_bytes) = ((median(taken[name]), averaged[name]) for name in plans)

@@ -12,31 +12,25 @@ gradient that was wrong would move weights by a learning rate, 3e-4.
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from skippipe.cluster import Cluster, Node
+from benchmarks.local import Reports, run_of, this_machine
 from skippipe.collectives.schedule import Piece
 from skippipe.data.prepare import prepare
-from skippipe.data.token_file import TokenFile
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
-from skippipe.runtime.coordinator.settings import CoordinatorSettings
-from skippipe.runtime.node_config import NodeConfig
 from skippipe.training.reference import ReferenceTrainer
-from skippipe.training.run import Run
+from skippipe.transport.addresses import free_port
 from skippipe.validate import validate
 from skippipe.workload import Workload
 
@@ -81,23 +75,10 @@ CASES = (
 )
 
 
-@dataclass
-class Losses(Callback):
-    """What a run told of every iteration."""
-
-    found: list[float] = field(default_factory=list)
-
-    def iteration_done(self, report: IterationReport) -> None:
-        self.found.append(report.loss)
-
-
 def plan_of(case: Case, spec: ModelSpec) -> Plan:
     """Eight nodes or nine; every lane goes to the next replica of each stage on its way."""
     replicas = (*REPLICAS[:2], 3, *REPLICAS[3:]) if case.pieces else REPLICAS
-    count = sum(replicas)
-    machines = tuple(Node(f"n{index}", "here", 1e10, 2**34) for index in range(count))
-    cluster = Cluster("this machine", machines, np.full((count, count), 1e-5), np.full((count, count), 1e9))
-    nodes = iter(range(count))
+    nodes = iter(range(sum(replicas)))
     members = [tuple(next(nodes) for _ in range(size)) for size in replicas]
     turns = [cycle(each) for each in members]
     lanes = tuple(Lane(tuple(next(turns[stage]) for stage in visits), 1) for visits in case.visits)
@@ -106,23 +87,9 @@ def plan_of(case: Case, spec: ModelSpec) -> Plan:
         for stage, (layers, each) in enumerate(zip(case.layers, members, strict=True))
     )
     workload = Workload(spec.shape, 64, 2, len(lanes), wire_dtype="fp32", compute_dtype="fp32", collective=case.engine)
-    plan = Plan(cluster, workload, stages, lanes, split_backward=case.split)
+    plan = Plan(this_machine(sum(replicas)), workload, stages, lanes, split_backward=case.split)
     assert not validate(plan)
     return plan
-
-
-def brief_of(case: Case, plan: Plan, spec: ModelSpec, tokens: TokenFile) -> NodeConfig:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        free = f"127.0.0.1:{server.getsockname()[1]}"
-    return NodeConfig(
-        plan,
-        spec.config.to_dict(),
-        spec.seed,
-        LEARNING,
-        str(tokens.folder),
-        tokens.fingerprint,
-        rendezvous=free if case.engine == "torch" else None,
-    )
 
 
 @dataclass
@@ -158,14 +125,13 @@ def main() -> None:
         runs = []
         cases = [case for case in CASES if case.engine != "torch" or torch.distributed.is_available()]
         for index, case in enumerate(cases):  # all of them first: a process that has computed gradients may not fork
-            plan, losses, output = plan_of(case, spec), Losses(), Path(name) / str(index)
-            node_config = brief_of(case, plan, spec, tokens)
-            Run(
-                node_config, spec, tokens.tokenizer(), output, CoordinatorSettings(node_config.learning, ITERATIONS)
-            ).launch_local(losses)
+            reports, output = Reports(), Path(name) / str(index)
+            rendezvous = f"127.0.0.1:{free_port('127.0.0.1')}" if case.engine == "torch" else None
+            run = run_of(plan_of(case, spec), spec, tokens, output, ITERATIONS, LEARNING, rendezvous)
+            run.launch_local(reports)
             files = sorted((output / "model").glob("*.safetensors"))
             weights = {name: each for file in files for name, each in load_file(file).items()}
-            runs.append((case, node_config, losses.found, weights))
+            runs.append((case, run.node_config, [report.loss for report in reports.all], weights))
     print(f"{'largest difference':<38} {'losses':>9} {'weights':>9} {'single':>9} {'of RMS':>9}")
     for case, node_config, found, weights in runs:
         oracle = ReferenceTrainer(node_config.plan, spec, LEARNING, node_config.sampler())

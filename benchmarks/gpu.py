@@ -155,10 +155,7 @@ def main() -> None:
         flush=True,
     )
     if processes_s is not None:
-        print(
-            f"{asked.stages} processes: {alone_s / processes_s:.2f} of one process (goal 0.8 for two)",
-            flush=True,
-        )
+        print(f"{asked.stages} processes: {alone_s / processes_s:.2f} of one process (goal 0.8 for two)", flush=True)
         return
     del oracle
     torch.cuda.empty_cache()

@@ -43,11 +43,24 @@ LEARNING = OptimConfig(warmup=2, iterations=1000)
 
 
 @dataclass
-class Watch(Callback):
+class Reports(Callback):
+    """The reports of a run's iterations."""
+
+    all: list[IterationReport] = field(default_factory=list)
+
+    def iteration_done(self, report: IterationReport) -> None:
+        self.all.append(report)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [report.seconds for report in self.all]
+
+
+@dataclass
+class StartAndMemory(Callback):
     began: float = field(default_factory=time.monotonic)
-    ready_s: float = 0.0
+    ready_s: float | None = None
     """From the start until the first iteration began."""
-    seconds: list[float] = field(default_factory=list)
     pool: ProcessPool | None = None
     private_bytes: dict[str, int] = field(default_factory=dict)
 
@@ -55,9 +68,8 @@ class Watch(Callback):
         self.pool = pool
 
     def iteration_done(self, report: IterationReport) -> None:
-        if not self.seconds:
+        if self.ready_s is None:
             self.ready_s = time.monotonic() - self.began - report.seconds
-        self.seconds.append(report.seconds)
         if self.pool is not None:
             self.private_bytes = {name: private_bytes(pid) for name, pid in self.pool.pids.items()}
 
@@ -67,41 +79,46 @@ def private_bytes(pid: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
-def cluster_of(nodes: int) -> Cluster:
-    machines = tuple(Node(f"n{index}", "here", 1e10, 2**34) for index in range(nodes))
+def this_machine(nodes: int, devices: int = 1) -> Cluster:
+    """Nodes on this machine, whose links cost next to nothing."""
+    machines = tuple(Node(f"n{index}", "here", 1e10, 2**34, devices=devices) for index in range(nodes))
     return Cluster("this machine", machines, np.full((nodes, nodes), 1e-5), np.full((nodes, nodes), 1e9))
 
 
-def brief_of(plan: Plan, spec: ModelSpec, tokens: TokenFile) -> NodeConfig:
-    config = spec.config.to_dict()
-    return NodeConfig(plan, config, 0, LEARNING, str(tokens.folder), tokens.fingerprint)
+def run_of(
+    plan: Plan,
+    spec: ModelSpec,
+    tokens: TokenFile,
+    output: str | Path,
+    iterations: int,
+    learning: OptimConfig = LEARNING,
+    rendezvous: str | None = None,
+) -> Run:
+    """A run of the plan; `launch_local` makes every node a process."""
+    given = plan, spec.config.to_dict(), spec.seed, learning, str(tokens.folder), tokens.fingerprint
+    settings = CoordinatorSettings(learning, iterations)
+    return Run(NodeConfig(*given, rendezvous=rendezvous), spec, tokens.tokenizer(), Path(output), settings)
 
 
 def speed(tokens: TokenFile, rounds: int, iterations: int) -> None:
     shape = ModelShape("eight layers", 8, 256, 4, 4, 64, 704, tokens.vocabulary)
     workload = Workload(shape, 256, 2, 16, wire_dtype="bf16", compute_dtype="fp32", max_slots=4)
     stages = tuple(Stage(2, (index,), (index,)) for index in range(4))
-    plan = Plan(cluster_of(4), workload, stages, tuple(Lane((0, 1, 2, 3), 4) for _ in range(4)))
+    plan = Plan(this_machine(4), workload, stages, tuple(Lane((0, 1, 2, 3), 4) for _ in range(4)))
     spec = ModelSpec(llama_config(shape))
-    node_config = brief_of(plan, spec, tokens)
     per_iteration = plan.microbatches * 2 * 256
     alone: dict[int, list[float]] = {threads: [] for threads in sorted({1, os.cpu_count() or 1})}
     nodes = []
     for _ in range(rounds):
         torch.set_num_threads(1)  # what is forked must not have threads
-        watch = Watch()
+        reports = Reports()
         with tempfile.TemporaryDirectory() as folder:
-            Run(
-                node_config,
-                spec,
-                tokens.tokenizer(),
-                Path(folder),
-                CoordinatorSettings(node_config.learning, iterations),
-            ).launch_local(watch)
-        nodes += watch.seconds[1:]
+            run = run_of(plan, spec, tokens, folder, iterations)
+            run.launch_local(reports)
+        nodes += reports.seconds[1:]
         for threads, taken in alone.items():
             torch.set_num_threads(threads)
-            oracle = ReferenceTrainer(plan, spec, LEARNING, node_config.sampler())
+            oracle = ReferenceTrainer(plan, spec, LEARNING, run.node_config.sampler())
             for number in range(iterations):
                 began = time.monotonic()
                 oracle.iteration(number)
@@ -129,14 +146,10 @@ def start_and_memory(tokens: TokenFile) -> None:
         for data in range(5)
     ]
     stages = tuple(Stage(1, nodes, nodes) for nodes in members)
-    plan = Plan(cluster_of(20), workload, stages, tuple(lanes))
-    spec = ModelSpec(llama_config(shape))
-    node_config = brief_of(plan, spec, tokens)
-    watch = Watch()
+    plan = Plan(this_machine(20), workload, stages, tuple(lanes))
+    watch = StartAndMemory()
     with tempfile.TemporaryDirectory() as folder:
-        Run(
-            node_config, spec, tokens.tokenizer(), Path(folder), CoordinatorSettings(node_config.learning, 5)
-        ).launch_local(watch, watch.started)
+        run_of(plan, ModelSpec(llama_config(shape)), tokens, folder, 5).launch_local(watch, watch.started)
     print(f"20 nodes ready after {watch.ready_s:.1f} s (goal 15)")
     beyond = {}
     for name, private in watch.private_bytes.items():

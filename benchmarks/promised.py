@@ -12,27 +12,17 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
+from benchmarks.local import Reports
 from skippipe.training.build_run import build_run
 from skippipe.training.job_config import BatchConfig, DataConfig, EmulationConfig, JobConfig, PipelineConfig, Strategies
 
 STRATEGIES: tuple[Strategies, ...] = ("dtfm", "dtfm-skip", "no-tc2", "skippipe")
-
-
-@dataclass
-class Taken(Callback):
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-
-    def iteration_done(self, report: IterationReport) -> None:
-        self.seconds.append(report.seconds)
-        self.losses.append(report.loss)
 
 
 def main() -> None:
@@ -59,9 +49,8 @@ def main() -> None:
         for strategy in asked.strategies.split(","):
             pipeline = PipelineConfig(strategy=strategy, budget_s=10, split_backward=asked.split_backward)
             run_setup = build_run(replace(job, pipeline=pipeline, output=str(Path(folder) / strategy)))
-            assert run_setup.plan.expected is not None
-            promised_s = run_setup.plan.expected.iteration_s
-            taken = Taken()
+            promised_s = run_setup.plan.promise.iteration_s
+            taken = Reports()
             run_setup.run.launch_local(taken)
             measured_s = median(taken.seconds[1:])
             results[strategy] = promised_s, measured_s

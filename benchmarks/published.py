@@ -8,10 +8,11 @@ Prints a table in Markdown: seconds of an iteration, and in brackets the ratio t
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
-from skippipe.planner.problem import PlanRequest, Problem, Strategy
+from benchmarks.best import planned, problem_of
+from skippipe.planner.problem import Strategy
 from skippipe.planner.published import Example, published18, published20, published42
-from skippipe.planner.strategies import make_plan
 from skippipe.timeline import Timing
 
 ORDER = (Strategy.DTFM, Strategy.DTFM_SKIP, Strategy.NO_TC2, Strategy.SKIPPIPE)
@@ -42,15 +43,11 @@ def main() -> None:
         print(f"| {setting} | published | {row(list(published))} |")
         key = f"{example.cluster.name} {example.workload.samples_per_microbatch}"
         if key not in ours:
-            ours[key] = {timing: [] for timing in Timing}
+            ours[key] = {}
             for timing in (Timing.CONTENTION_ONLY, Timing.FULL):
-                problem = Problem(
-                    example.cluster, example.workload, example.stages, example.visited, example.sizes, timing=timing
-                )
-                for strategy in ORDER:
-                    plan = make_plan(problem, strategy, PlanRequest(seed=0, budget_s=budget_s))
-                    assert plan.expected is not None
-                    ours[key][timing].append(plan.expected.iteration_s)
+                problem = replace(problem_of(example), timing=timing)
+                plans = [planned(problem, strategy, budget_s) for strategy in ORDER]
+                ours[key][timing] = [plan.promise.iteration_s for plan in plans]
         print(f"| | ours, contention-only | {row(ours[key][Timing.CONTENTION_ONLY])} |")
         print(f"| | ours, with link queues and averaging | {row(ours[key][Timing.FULL])} |", flush=True)
 

@@ -152,11 +152,10 @@ def trained(
     )
     relayed = RelayedLauncher(cluster.number, folder, at, out_only) if relay else None  # makes the keys of the job
     setup = build_run(job)
-    assert setup.plan.expected is not None
     taken = Taken()
     launcher = relayed or MixedLauncher(setup.run.names, folder / "logs", out_only, say_so=say_so)
     setup.run.launch(launcher, taken)
-    return taken, setup.plan.expected.iteration_s
+    return taken, setup.plan.promise.iteration_s
 
 
 def job_of(
@@ -341,8 +340,7 @@ def promise(asked: argparse.Namespace) -> int:
         launcher = RelayedLauncher(names, folder, at, names, *rates)
         setup, taken = build_run(job), Taken()
         setup.run.launch(launcher, taken)
-    expected = setup.plan.expected
-    assert expected is not None
+    expected = setup.plan.promise
     seconds = taken.seconds[1:]
     sent = sum(link.sent_bytes for link in expected.links)
     ratio, used = median(seconds) / expected.iteration_s, sent / expected.iteration_s / (1e6 * asked.rate)

@@ -14,10 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
 
-import numpy as np
-
 from benchmarks.best import iteration_s
-from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
@@ -59,16 +56,8 @@ def repair(plan: Plan, members: Sequence[set[int]], budget_s: float) -> Outcome:
 def scratch_s(plan: Plan, lost: set[int], stages: int, visited: int, budget_s: float) -> float | None:
     """A plan for the nodes left, which may all change places; None if it would need other microbatches."""
     left = [node for node in range(len(plan.cluster)) if node not in lost]
-    pick = np.ix_(left, left)
-    cluster = Cluster(
-        plan.cluster.name,
-        tuple(plan.cluster.nodes[node] for node in left),
-        plan.cluster.latency_s[pick],
-        plan.cluster.bandwidth_bytes_per_s[pick],
-        plan.cluster.hop_overhead_s,
-    )
     try:
-        problem = Problem(cluster, plan.workload, stages, visited)
+        problem = Problem(plan.cluster.only(left), plan.workload, stages, visited)
         return iteration_s(make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=budget_s)))
     except Infeasible:
         return None

@@ -21,7 +21,7 @@ from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.published import published20, published_plan
 from skippipe.planner.search.objective import objective
 from skippipe.planner.search.state import costs_by_layers, state_of, tables_of
-from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays
+from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, lane_arrays
 from skippipe.timeline import Timing
 
 
@@ -39,18 +39,15 @@ def per_second(call: Callable[[], object], at_least_s: float = 2.0) -> float:
 
 def speeds(plan: Plan, timing: Timing, split: bool) -> tuple[float, float]:
     """Iterations a second of the compiled event loop, and of the same code as plain Python."""
-    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
-    microbatches = np.array([lane.microbatches for lane in plan.lanes])
-    averagings = [stage.averaging for stage in plan.stages]
-    costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, split)
-    costs.run_iteration(paths, lengths, microbatches)  # compile
-    compiled = per_second(lambda: costs.run_iteration(paths, lengths, microbatches))
+    lanes, costs = lane_arrays(plan), PlacementCosts.of_plan(replace(plan, split_backward=split), timing)
+    costs.run_iteration(*lanes)  # compile
+    compiled = per_second(lambda: costs.run_iteration(*lanes))
     tasks = costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns
     links = costs.worker_slots, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns, costs.download_ns
     out = NO_SLACK, np.empty(len(plan.cluster), np.int64), *free_links(len(plan.cluster)), NO_RECORD
     plain = event_loop.run_iteration.py_func  # type: ignore[attr-defined]
     rest = timing is Timing.FULL, costs.order, split, *out
-    return compiled, per_second(lambda: plain(paths, lengths, microbatches, *tasks, *links, *rest))
+    return compiled, per_second(lambda: plain(*lanes, *tasks, *links, *rest))
 
 
 def searched(plan: Plan) -> float:

@@ -7,7 +7,7 @@ made for; the other half is the workload. The file format is described in docs/f
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -129,6 +129,16 @@ class Cluster:
     def fingerprint(self) -> str:
         """Hash that tells a plan for this cluster from a plan for another: same text, same cluster."""
         return sha256(json_text(self.to_json()).encode()).hexdigest()[:16]
+
+    def only(self, nodes: Sequence[int]) -> Cluster:
+        """The cluster of these nodes alone."""
+        among = np.ix_(nodes, nodes)
+        return replace(
+            self,
+            nodes=tuple(self.nodes[node] for node in nodes),
+            latency_s=self.latency_s[among],
+            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s[among],
+        )
 
     def hop(self, sender: str, receiver: str) -> tuple[float, float]:
         """Seconds of latency and overhead from one node to another, and the bytes a second that one message alone

@@ -16,9 +16,9 @@ import numpy as np
 from skippipe.cluster import Cluster, DeviceMode, Node
 from skippipe.collectives import Collective, collective_named, topology, transfers
 from skippipe.collectives.schedule import Averaging
-from skippipe.jit import Floats, Ints
+from skippipe.jit import Flags, Floats, Ints
 from skippipe.optim.interface import STORED_BYTES
-from skippipe.workload import Workload
+from skippipe.workload import Workload, split_evenly
 
 NEVER_NS = transfers.NEVER_NS
 DEVICE_BYTES_PER_NS = 25  # between the devices of a node: PCIe of 16 lanes, or half of a processor's memory bandwidth
@@ -89,6 +89,13 @@ class CostModel:
         """[stage, node]: backward pass without weight gradients, if it is split."""
         left: Ints = self.backward_ns - self.weight_ns
         return left.clip(min=1)
+
+    @property
+    def linked(self) -> Flags:
+        """[node, node]: between which nodes there is a link there and back."""
+        there_ns = self.transmit_ns[0]
+        found: Flags = np.maximum(there_ns, there_ns.T) < NEVER_NS
+        return found
 
     @cached_property
     def hop_ns(self) -> Ints:
@@ -186,10 +193,10 @@ def device_layers(workload: Workload, stage: int, layers: int, devices: int) -> 
     """Layers of each device of a node that shards the stage, as even as can be, where later ones take what is left
     over. What stage 0 has beside its layers is on the first device: that has fewer layers, if that takes less memory
     on the fullest device."""
-    even = _even(layers, devices)
+    even = split_evenly(layers, devices)
     if stage > 0 or devices == 1:
         return even
-    choices = [(first, *_even(layers - first, devices - 1)) for first in range(even[0], -1, -1)]
+    choices = [(first, *split_evenly(layers - first, devices - 1)) for first in range(even[0], -1, -1)]
     return min(choices, key=lambda each: _needed_bytes(workload, _parts(stage, each), 1))
 
 
@@ -199,11 +206,6 @@ def device_bytes(node: Node, workload: Workload, stage: int, layers: int, slots:
     if node.devices > 1 and device_mode(node, workload, stage, layers) is DeviceMode.SHARDED:
         parts = _parts(stage, device_layers(workload, stage, layers, node.devices))
     return _needed_bytes(workload, parts, slots)
-
-
-def _even(layers: int, devices: int) -> tuple[int, ...]:
-    each, extra = divmod(layers, devices)
-    return tuple(each + (device >= devices - extra) for device in range(devices))
 
 
 class DevicePart(NamedTuple):

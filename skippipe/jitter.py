@@ -19,7 +19,7 @@ from skippipe.cost_model import NEVER_NS, CostModel, seconds
 from skippipe.errors import UserError
 from skippipe.jit import Floats, Ints
 from skippipe.plan import LONGEST_NS, Plan
-from skippipe.simulator import PlacementCosts, path_arrays, simulate
+from skippipe.simulator import PlacementCosts, lane_arrays, simulate
 from skippipe.timeline import Timing
 
 DRAWS = 200
@@ -75,15 +75,11 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
     """Simulate the plan once for every draw."""
     if simulate(plan, timing).iteration_ns > LONGEST_NS:
         raise UserError("jitter: an iteration of this plan takes over forty-eight days without any")
-    averagings = [stage.averaging for stage in plan.stages]
-    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
-    microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
-    links = _links(plan)
+    lanes, links = lane_arrays(plan), _links(plan)
     found = []
     for number in range(jitter.draws):
         costs = _jittered(plan.costs, jitter.spread, np.random.default_rng([jitter.seed, number]), links)
-        placement_costs = PlacementCosts.of(costs, averagings, plan.dispatch, timing, plan.split_backward)
-        found.append(placement_costs.run_iteration(paths, lengths, microbatches).iteration_ns)
+        found.append(PlacementCosts.of_plan(plan, timing, costs).run_iteration(*lanes).iteration_ns)
     return Spread(tuple(sorted(found)))
 
 

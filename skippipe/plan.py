@@ -127,6 +127,11 @@ class Plan:
     def stage_of(self) -> dict[int, int]:
         return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
 
+    @property
+    def placement(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage, the nodes that hold it."""
+        return tuple(stage.nodes for stage in self.stages)
+
     @cached_property
     def costs(self) -> CostModel:
         return cost_model_of(self.cluster, self.workload, self.layers)
@@ -174,9 +179,14 @@ class Plan:
         return self.workload.hop_dtype(nodes[sender].name, nodes[receiver].name, backward=backward)
 
     @property
-    def samples_per_s(self) -> float:
+    def promise(self) -> Timeline:
+        """The promised timeline, of a plan that has one."""
         assert self.expected is not None, "nothing is promised"
-        return self.microbatches * self.workload.samples_per_microbatch / self.expected.iteration_s
+        return self.expected
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.microbatches * self.workload.samples_per_microbatch / self.promise.iteration_s
 
     @property
     def gap(self) -> float | None:
@@ -202,6 +212,10 @@ class Plan:
 
     def promising(self, timeline: Timeline) -> Plan:
         return replace(self, expected=timeline)
+
+    def edited(self, **changes: Any) -> Plan:
+        """The plan with other values in these fields: what was promised and proven no longer holds."""
+        return replace(self, **changes, expected=None, lower_bound_ns=None)
 
     def to_json(self) -> dict[str, Any]:
         names = [node.name for node in self.cluster.nodes]

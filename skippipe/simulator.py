@@ -120,6 +120,12 @@ class PlacementCosts:
             else 0,
         )
 
+    @classmethod
+    def of_plan(cls, plan: Plan, timing: Timing, costs: CostModel | None = None) -> PlacementCosts:
+        """Costs of a plan's placement: by its own cost model, or by another one."""
+        averagings = [stage.averaging for stage in plan.stages]
+        return cls.of(costs or plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
+
     def alone_ns(self, path: Sequence[int]) -> int:
         """Nanoseconds of a round trip without other traffic: every task of the path once, every hop there and back."""
         flight_ns, (forward_ns, backward_ns) = self.flight_ns, self.transmit_ns
@@ -199,6 +205,12 @@ def path_arrays(paths: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
     return rows, lengths
 
 
+def lane_arrays(plan: Plan) -> tuple[Ints, Ints, Ints]:
+    """The paths of a plan's lanes as padded rows, their lengths, and the microbatches of each lane."""
+    microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
+    return *path_arrays([lane.path for lane in plan.lanes]), microbatches
+
+
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
     outcome, record = _run(plan, timing)
@@ -222,10 +234,7 @@ def simulated_ns(plan: Plan) -> int:
 
 def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
     """The iteration, and the (ready, start, end) of every task, lane by lane."""
-    averagings = [stage.averaging for stage in plan.stages]
-    placement_costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
-    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
-    microbatches = np.array([lane.microbatches for lane in plan.lanes], dtype=np.int64)
+    placement_costs = PlacementCosts.of_plan(plan, timing)
     total = sum(lane.microbatches * all_steps(len(lane.path), plan.split_backward) for lane in plan.lanes)
     if total > MOST_TASKS:
         raise UserError(f"{total} tasks in an iteration are more than the {MOST_TASKS} that can be simulated")
@@ -237,7 +246,7 @@ def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
     if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 4), np.int64)
-    return placement_costs.run_iteration(paths, lengths, microbatches, record), record
+    return placement_costs.run_iteration(*lane_arrays(plan), record), record
 
 
 def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:

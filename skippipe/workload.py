@@ -50,6 +50,12 @@ def head_pieces(tokens: int, vocab: int) -> int:
     return max(1, -(-tokens * vocab // LOGIT_VALUES))
 
 
+def split_evenly(whole: int, parts: int) -> tuple[int, ...]:
+    """The sizes of so many parts, as even as can be: the later ones take what is left over."""
+    each, extra = divmod(whole, parts)
+    return tuple(each + (part >= parts - extra) for part in range(parts))
+
+
 class LinkDtypes(NamedTuple):
     """Codecs on one directed link between two nodes, which are known by their names."""
 
@@ -161,8 +167,7 @@ class Workload:
             raise UserError(
                 f"{self.model.name} has {self.model.layers} layers: at most {self.model.layers} stages, not {stages}"
             )
-        each, extra = divmod(self.model.layers, stages)
-        return tuple(each + (stage >= stages - extra) for stage in range(stages))
+        return split_evenly(self.model.layers, stages)
 
     def forward_flops(self, layers: int) -> int:
         model = layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)

@@ -444,7 +444,7 @@ def with_stages_of(
         kept, placement = example.cluster, example.placement
     else:
         plan = Plan.load(Path(text))
-        kept, placement = plan.cluster, tuple(stage.nodes for stage in plan.stages)
+        kept, placement = plan.cluster, plan.placement
     cluster, _ = cluster_named(cluster_name)
     if cluster.fingerprint != kept.fingerprint:
         raise UserError(f"--keep-stages: '{text}' is for the cluster '{kept.name}', not for '{cluster.name}'")

@@ -164,8 +164,8 @@ def plan(
         print("\nsamples a second, at a first look: "
               + ", ".join(f"{each.samples_per_s:.3g} with {each.microbatches} microbatches" for each in looks)
               + f"; in the end {found.samples_per_s:.3g} with {found.microbatches}")  # fmt: skip
-    if chosen and found.expected is not None:
-        now_ns = found.expected.iteration_ns
+    if chosen:
+        now_ns = found.promise.iteration_ns
         said = [
             f"{each.variable} {each.chosen} ({each.instead}: {each.iteration_ns / now_ns - 1:+.1%})" for each in chosen
         ]
@@ -292,8 +292,7 @@ def summary(plan: Plan, took_s: float) -> dict[str, Any]:
     from skippipe.simulator import simulate
     from skippipe.timeline import Timing
 
-    assert plan.expected is not None
-    expected = plan.expected
+    expected = plan.promise
     plain = expected if expected.timing is Timing.CONTENTION_ONLY else simulate(plan, Timing.CONTENTION_ONLY)
     return {
         "strategy": plan.strategy,
@@ -317,8 +316,7 @@ def summary(plan: Plan, took_s: float) -> dict[str, Any]:
 def _spread(plan: Plan, jitter: float) -> Spread:
     from skippipe.jitter import Jitter, spread_of
 
-    assert plan.expected is not None
-    return spread_of(plan, plan.expected.timing, Jitter(jitter))
+    return spread_of(plan, plan.promise.timing, Jitter(jitter))
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -96,14 +96,11 @@ class FlatParams:
         """Make `gradient` the sum over all devices that hold parts of the stage: this is the only one."""
 
     def grow_from(self, donor: FlatParams) -> None:
-        """Become a copy of another stage, with the state that the optimizer gives to a grown layer."""
+        """Become a copy of another stage, with its optimizer's state."""
         self.values.copy_(donor.values)
         self._changes += 1
-        self.optimizer.clear_state()
-        for each in self.optimizer.state_tensors:
-            if each.grown == "copied":
-                size = self.optimizer.state_sizes[each.name]
-                self.optimizer.write_state(each.name, 0, donor.optimizer.read_state(each.name, 0, size))
+        for name, size in self.optimizer.state_sizes.items():
+            self.optimizer.write_state(name, 0, donor.optimizer.read_state(name, 0, size))
         self.steps = donor.steps
 
     def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:

@@ -37,13 +37,7 @@ class StageModel(nn.Module):
     """The layers of one stage, of which no others are made; master weights are fp32, whatever is computed in."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        layers: range,
-        *,
-        ends: bool,
-        recompute: bool = False,
-        bridges: Bridges | None = None,
+        self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False, bridges: Bridges | None = None
     ) -> None:
         """`bridges` are those that begin here, if they are trained with the stage."""
         super().__init__()

@@ -188,14 +188,7 @@ class StageStep:
         return self._forward(key, inputs, residual_scale, starts, target)
 
     def head(
-        self,
-        key: Key,
-        hidden: Tensor,
-        labels: Tensor,
-        *,
-        early: float = 0.0,
-        share: float = 1.0,
-        counts: bool = True,
+        self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, share: float = 1.0, counts: bool = True
     ) -> tuple[Tensor, Tensor]:
         """The loss times the `share` of the microbatch in the iteration, and its gradient with respect to the inputs.
 

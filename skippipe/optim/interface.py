@@ -60,8 +60,6 @@ class StateTensor:
     """From a parameter's shape to this tensor's, of at least one dimension; None: the same."""
     kept_for: Literal["all", "others"] = "all"
     """Which parameters have one; "others": those that are not matrices of layers."""
-    grown: Literal["copied", "zero"] = "copied"
-    """What a new layer gets that begins as a copy of another one: that layer's state, or zeros."""
 
     def slots(self, parameters: Sequence[ParamSlot], start: int = 0) -> list[ParamSlot]:
         """The tensor's parts, which belong to parameters, one after another from there on."""

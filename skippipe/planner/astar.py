@@ -100,14 +100,7 @@ def _earliest_start(node: int, ready_ns: int, length_ns: int, busy: Ints) -> int
 
 
 @kernel
-def _back_at(
-    path: Ints,
-    sent_ns: int,
-    head_ns: int,
-    backward_ns: Ints,
-    hop_ns: Ints,
-    busy: Ints,
-) -> int:
+def _back_at(path: Ints, sent_ns: int, head_ns: int, backward_ns: Ints, hop_ns: Ints, busy: Ints) -> int:
     """When a microbatch is back whose last forward ended at `sent_ns`: head, then backward over the path."""
     home = path[0]
     time = sent_ns + hop_ns[path[-1], home]

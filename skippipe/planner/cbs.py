@@ -24,7 +24,7 @@ from skippipe.constraints import exposure as exposure_of
 from skippipe.cost_model import NEVER_NS
 from skippipe.dispatch import all_steps, is_weights, place
 from skippipe.planner.astar import INFINITE_NS, LABEL_LIMIT_REACHED, NEVER_BUSY, best_path
-from skippipe.planner.problem import Budget, Placement, Problem, averagings, stage_of
+from skippipe.planner.problem import Budget, Placement, Problem, averagings
 from skippipe.simulator import PlacementCosts, path_arrays
 from skippipe.timeline import Timing
 
@@ -155,7 +155,7 @@ class PathSearch:
         self.problem = problem
         self.placement = placement
         self.agents = tuple(agents)
-        self.stage_of = stage_of(placement)
+        self.stage_of = {node: stage for stage, nodes in enumerate(placement) for node in nodes}
         each = averagings(problem, placement)
         self.costs = PlacementCosts.of(costs, each, problem.dispatch, problem.timing, problem.split_backward)
         self.tail_ns = {node: self._tail_ns(each[0], node) for node in each[0].order}

@@ -20,7 +20,7 @@ from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.plan import Plan
 from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.codec_prices import ROUNDING, CodecBudget, Message, Price, message_shares, stage_shares
-from skippipe.simulator import LAST_NS, Deadlock, PlacementCosts, path_arrays, simulate
+from skippipe.simulator import LAST_NS, Deadlock, PlacementCosts, lane_arrays, simulate
 from skippipe.skip_schedule import PathLength
 from skippipe.timeline import Timing
 from skippipe.workload import LinkDtypes
@@ -74,7 +74,7 @@ def choose_beside(plan: Plan, settled: Sequence[Plan], budget: CodecBudget) -> P
     """The plan with codecs for what it alone sends, on the stages of the plans that are settled. All else has those of
     the last one; but where links have a larger share here and the budget would not hold, more precise ones."""
     names, work = [node.name for node in plan.cluster.nodes], settled[-1].workload
-    plan = replace(plan, workload=work, expected=None, lower_bound_ns=None)
+    plan = plan.edited(workload=work)
     sent = {message for each in settled for message in message_shares(each)}
     kept: dict[Message | int, str] = {each: plan.hop_dtype(*each[1:], backward=bool(each[0])) for each in sent}
     kept |= {stage: work.stage_gradient_dtype(stage) for stage in range(len(plan.stages))}
@@ -106,7 +106,7 @@ def with_smallest_elsewhere(plan: Plan) -> Plan:
         for a, b in links
     )
     work = replace(plan.workload, wire_dtype=smallest(row.forward for row in rows), wire_dtypes=rows)
-    return replace(plan, workload=work, expected=None, lower_bound_ns=None)
+    return plan.edited(workload=work)
 
 
 @dataclass
@@ -134,10 +134,8 @@ class _Choice:
         }
         self.items = [self._item(each, part, each[0]) for each, part in message_shares(plan).items()]
         self.items += [self._item(each, part, 2) for each, part in stage_shares(plan).items()]
-        self.paths = path_arrays([lane.path for lane in plan.lanes])
-        self.microbatches = np.array([lane.microbatches for lane in plan.lanes], np.int64)
-        nodes, self.through = np.unique([node for lane in plan.lanes for node in lane.path], return_counts=True)
-        self.nodes = nodes
+        self.lanes = lane_arrays(plan)
+        self.nodes, self.through = np.unique([node for lane in plan.lanes for node in lane.path], return_counts=True)
         for item in self.items:
             self._set(item, 0)
 
@@ -193,8 +191,7 @@ class _Choice:
         if gradients not in self._of_gradients:
             plan = self.given
             costs = cost_model_of(plan.cluster, replace(self.work, gradient_dtypes=gradients), plan.layers)
-            averagings = [stage.averaging for stage in plan.stages]
-            found = PlacementCosts.of(costs, averagings, plan.dispatch, self.timing, plan.split_backward)
+            found = PlacementCosts.of_plan(plan, self.timing, costs)
             transmit, upload, download = self.links
             self._of_gradients[gradients] = replace(found, transmit_ns=transmit, upload_ns=upload, download_ns=download)
         return self._of_gradients[gradients]
@@ -205,7 +202,7 @@ class _Choice:
         if (costs.slots[self.nodes] < self.through).any():
             return NEVER_NS
         try:
-            return costs.run_iteration(*self.paths, self.microbatches).iteration_ns
+            return costs.run_iteration(*self.lanes).iteration_ns
         except Deadlock:
             return NEVER_NS
 
@@ -314,4 +311,4 @@ class _Choice:
         same = len(set(gradients)) == 1
         kinds |= {"gradient_dtype": gradients[0]} if same else {"gradient_dtypes": gradients}
         work = replace(self.work, **kinds)  # type: ignore[arg-type]
-        return replace(self.given, workload=work, expected=None, lower_bound_ns=None)
+        return self.given.edited(workload=work)

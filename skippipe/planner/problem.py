@@ -27,7 +27,7 @@ from skippipe.plan import Plan
 from skippipe.planner.codec_prices import CodecBudget
 from skippipe.skip_schedule import PathLength, deal_lengths, parts_of
 from skippipe.timeline import Timing
-from skippipe.workload import Workload
+from skippipe.workload import Workload, split_evenly
 
 LESS_STATE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"optimizer": "adamw8bit"}, "8-bit optimizer state (optimizer adamw8bit)"),
@@ -111,7 +111,8 @@ class Problem:
         if len(self.sizes) != self.stages or min(self.sizes) < 1 or sum(self.sizes) > nodes:
             raise Infeasible(
                 f"stage sizes {','.join(map(str, self.sizes))}: {self.stages} stages need {self.stages} sizes of 1 or "
-                f"more that add up to at most {nodes} nodes; for example {','.join(map(str, self._sizes_that_fit()))}"
+                f"more that add up to at most {nodes} nodes; for example "
+                + ",".join(map(str, stage_sizes(nodes, self.stages, self.visited)))
             )
         unit = self.lane_unit
         if self.workload.microbatches % unit:
@@ -122,9 +123,6 @@ class Problem:
                 f"visit each equally often (CC3): use a multiple of {unit}, such as {nearest}"
             )
         self._check_memory()
-
-    def _sizes_that_fit(self) -> tuple[int, ...]:
-        return stage_sizes(len(self.cluster), self.stages, self.visited)
 
     def _check_memory(self) -> None:
         """Check that enough nodes can hold each stage; which ones is for the allocation to say."""
@@ -143,11 +141,11 @@ class Problem:
                 + self._less_memory()
             )
 
-    def _fits(self, workload: Workload) -> bool:
-        """Whether enough nodes could hold each stage, if it were computed in this way."""
+    def _fits(self, workload: Workload, each_layers: Sequence[int], sizes: Sequence[int]) -> bool:
+        """Whether enough nodes could hold each stage, of these layers and sizes, if it were computed in this way."""
         return all(
             sum(room_of(node, workload, stage, layers).slots > 0 for node in self.cluster.nodes) >= size
-            for stage, (layers, size) in enumerate(zip(self.layers, self.sizes, strict=True))
+            for stage, (layers, size) in enumerate(zip(each_layers, sizes, strict=True))
         )
 
     def _less_state(self) -> str:
@@ -158,7 +156,8 @@ class Problem:
         for recomputed in dict.fromkeys((work.activation_checkpointing, True)):
             also = "" if recomputed == work.activation_checkpointing else " and activation checkpointing"
             for change, said in LESS_STATE:
-                if self._fits(replace(work, activation_checkpointing=recomputed, **change)):
+                changed = replace(work, activation_checkpointing=recomputed, **change)
+                if self._fits(changed, self.layers, self.sizes):
                     return f"it fits with {said}{also}; or "
         return ""
 
@@ -166,10 +165,7 @@ class Problem:
         for stages in range(self.stages + 1, min(self.workload.model.layers, len(self.cluster)) + 1):
             layers = self.workload.layer_split(stages)
             sizes = stage_sizes(len(self.cluster), stages, min(self.visited, stages))
-            if all(
-                sum(room_of(node, self.workload, stage, k).slots > 0 for node in self.cluster.nodes) >= sizes[stage]
-                for stage, k in enumerate(layers)
-            ):
+            if self._fits(self.workload, layers, sizes):
                 return f"use {stages} stages, a smaller microbatch, or activation checkpointing"
         return "use a smaller microbatch, activation checkpointing, or nodes with more memory"
 
@@ -239,6 +235,23 @@ class Problem:
         raise AssertionError("there is room for lanes")
 
 
+def problem_on_stages(plan: Plan, visited: int, timing: Timing = Timing.FULL, swaps: int = MAX_SWAPS) -> Problem:
+    """The problem of finding paths of this length over the stages of a plan; all else stays as it is there."""
+    return Problem(
+        plan.cluster,
+        plan.workload,
+        len(plan.stages),
+        visited,
+        sizes=tuple(map(len, plan.placement)),
+        swaps=swaps,
+        timing=timing,
+        dispatch=plan.dispatch,
+        split_backward=plan.split_backward,
+        layers=plan.layers,
+        decision_variables=ALL_FIXED,
+    )
+
+
 def check_feasible(problem: Problem, length: PathLength) -> None:
     """Infeasible if there is no plan with paths of this length, as far as can be told without making one."""
     if not isinstance(length, tuple):
@@ -273,17 +286,12 @@ def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | No
 
     most = min(nodes - others, most_data_nodes or nodes)
     data_nodes = min(range(1, most + 1), key=busiest)
-    each, extra = divmod(nodes - data_nodes, others)
-    return (data_nodes, *(each + (stage >= others - extra) for stage in range(others)))
+    return (data_nodes, *split_evenly(nodes - data_nodes, others))
 
 
 def averagings(problem: Problem, placement: Placement) -> tuple[Averaging, ...]:
     """How the nodes of every stage best average gradients."""
     return tuple(problem.costs.averaging(stage, nodes) for stage, nodes in enumerate(placement))
-
-
-def stage_of(placement: Sequence[Sequence[int]]) -> dict[int, int]:
-    return {node: stage for stage, nodes in enumerate(placement) for node in nodes}
 
 
 CHECK_EVERY = 4  # steps between two looks at the clock
@@ -357,5 +365,4 @@ class PlanRequest:
 
 
 def iteration_ns(plan: Plan) -> int:
-    assert plan.expected is not None
-    return plan.expected.iteration_ns
+    return plan.promise.iteration_ns

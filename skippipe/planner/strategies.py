@@ -31,15 +31,14 @@ from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget
 from skippipe.planner.genetic_allocation import allocate
 from skippipe.planner.problem import (
-    ALL_FIXED,
     Budget,
-    Placement,
     PlanRequest,
     Problem,
     Strategy,
     averagings,
     iteration_ns,
     lane_unit,
+    problem_on_stages,
 )
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
@@ -295,9 +294,8 @@ def _over_detours(problem: Problem, request: PlanRequest, share: float) -> list[
 def _over_links(problem: Problem, plan: Plan) -> Plan:
     """The plan on the cluster as it is."""
     same = replace(problem, layers=plan.layers)
-    nodes = tuple(stage.nodes for stage in plan.stages)
-    stages = tuple(map(Stage.of, plan.layers, averagings(same, nodes)))
-    return replace(plan, cluster=problem.cluster, stages=stages, expected=None, lower_bound_ns=None)
+    stages = tuple(map(Stage.of, plan.layers, averagings(same, plan.placement)))
+    return plan.edited(cluster=problem.cluster, stages=stages)
 
 
 def missing_links(cluster: Cluster) -> Flags:
@@ -343,8 +341,8 @@ def _initial_plans(problem: Problem, request: PlanRequest, until: float) -> list
     if request.placement is None and problem.decision_variables.sizes and request.clock() < until:
         with suppress(Infeasible):
             full = TwoPhaseSearch(full_pipeline(problem), Strategy.DTFM_SKIP, quick, trials).plan()
-            placement = tuple(stage.nodes for stage in full.stages)
-            found.append(TwoPhaseSearch(problem, Strategy.DTFM_SKIP, replace(quick, placement=placement)).plan())
+            on_its_stages = replace(quick, placement=full.placement)
+            found.append(TwoPhaseSearch(problem, Strategy.DTFM_SKIP, on_its_stages).plan())
     if _begins_with_cbs(problem, request):
         cbs_request = replace(request, budget_s=CBS_SHARE * request.budget_s)
         found.append(TwoPhaseSearch(problem, Strategy.SKIPPIPE, cbs_request).plan())
@@ -361,7 +359,7 @@ def _checked_start(problem: Problem, plan: Plan) -> Plan:
     for what, found, required in zip(("stages", "stages on a path", "microbatches"), has, needed, strict=True):
         if found != required:
             raise UserError(f"the plan to begin with has {found} {what}, and {required} are asked for; plan without it")
-    plan = replace(plan, cluster=problem.cluster, workload=problem.workload, expected=None, lower_bound_ns=None)
+    plan = plan.edited(cluster=problem.cluster, workload=problem.workload)
     broken = validate(plan)
     if broken:
         raise UserError(f"the plan to begin with does not hold here: {broken[0]}")
@@ -381,17 +379,17 @@ def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: P
 
     Infeasible if neither keeps every rule.
     """
-    members = tuple(stage.nodes for stage in plan.stages)
-    other = repaired(plan, members, plan.stage_of, budget_s=request.budget_s, visited=length, clock=request.clock)
+    nodes, budget_s = plan.placement, request.budget_s
+    other = repaired(plan, nodes, plan.stage_of, budget_s=budget_s, visited=length, clock=request.clock)
     rivals = [other] if other is not None and has_lengths(other, length) else []
     reason = None
     try:
-        rivals += [] if isinstance(length, tuple) else [_new_paths(plan, members, length, strategy, request)]
+        if not isinstance(length, tuple):
+            on_its_stages = replace(request, placement=nodes)
+            rivals.append(make_plan(problem_on_stages(plan, length), strategy, on_its_stages))
     except Infeasible as error:
         reason = error
-    same = [
-        replace(each, stages=plan.stages, expected=None, lower_bound_ns=None) for each in rivals
-    ]  # also nodes that no lane uses
+    same = [each.edited(stages=plan.stages) for each in rivals]  # also nodes that no lane uses
     promised = [each.promising(simulate(each, Timing.FULL)) for each in same if not validate(each)]
     if not promised:
         unit = lane_unit(len(plan.stages), length)
@@ -406,18 +404,3 @@ def has_lengths(plan: Plan, length: PathLength) -> bool:
     for lane in plan.lanes:
         carried[len(lane.path)] += lane.microbatches
     return carried == Counter(deal_lengths(parts_of(length), plan.microbatches))
-
-
-def _new_paths(plan: Plan, members: Placement, length: int, strategy: Strategy, request: PlanRequest) -> Plan:
-    problem = Problem(
-        plan.cluster,
-        plan.workload,
-        len(plan.stages),
-        length,
-        sizes=tuple(map(len, members)),
-        dispatch=plan.dispatch,
-        split_backward=plan.split_backward,
-        layers=plan.layers,
-        decision_variables=ALL_FIXED,
-    )
-    return make_plan(problem, strategy, replace(request, placement=members))

@@ -122,8 +122,7 @@ def sweep(
         except UserError as error:  # too many stages for the model, the cluster or its memory
             found.append(InfeasiblePoint(count, visited, str(error)))
             continue
-        assert plan.expected is not None
-        found.append(SweepPoint(count, visited, plan.expected.iteration_s, plan.microbatches))
+        found.append(SweepPoint(count, visited, plan.promise.iteration_s, plan.microbatches))
     return found
 
 
@@ -157,8 +156,7 @@ class CodecPoint:
 
     @property
     def iteration_s(self) -> float:
-        assert self.plan.expected is not None
-        return self.plan.expected.iteration_s
+        return self.plan.promise.iteration_s
 
 
 def sweep_codecs(

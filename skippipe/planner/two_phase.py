@@ -12,7 +12,7 @@ from itertools import product
 import numpy as np
 
 from skippipe.constraints import NodePath, circle
-from skippipe.cost_model import NEVER_NS, seconds
+from skippipe.cost_model import seconds
 from skippipe.errors import Infeasible
 from skippipe.jit import Flags
 from skippipe.plan import Lane, Plan, Stage
@@ -188,16 +188,8 @@ class TwoPhaseSearch:
 
 def all_reachable(problem: Problem, paths: Sequence[Sequence[int]]) -> bool:
     """Whether every hop of every path has a link there and back."""
-    linked = _linked(problem)
+    linked = problem.costs.linked
     return all(linked[a, b] for path in paths for a, b in circle(path))
-
-
-def _linked(problem: Problem) -> Flags:
-    """Between which nodes there is a link there and back."""
-    transmit_ns = problem.costs.transmit_ns[0]
-    found: Flags = np.maximum(transmit_ns, transmit_ns.T) < NEVER_NS
-    np.fill_diagonal(found, val=True)
-    return found
 
 
 def round_robin_paths(
@@ -217,7 +209,7 @@ def round_robin_paths(
         rng.permutation(np.repeat(nodes, slots[stage, list(nodes)])).tolist() for stage, nodes in enumerate(placement)
     ]
     paths: dict[int, NodePath] = {}
-    linked = _linked(problem)
+    linked = problem.costs.linked
     # lanes that carry one microbatch more are a multiple of the unit too: each kind goes around the circle by itself
     order = sorted(range(len(lanes)), key=lambda lane: lanes[lane][1])
     start = 0

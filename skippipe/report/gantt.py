@@ -65,15 +65,10 @@ class GanttRow(NamedTuple):
     y: float
     """Vertical position; grows downwards, with a gap between stages."""
     device: int = 0
-    node_name: str = ""
 
     @property
     def label(self) -> str:
         return f"stage {self.stage} · {self.name}"
-
-    @property
-    def node_label(self) -> str:
-        return f"stage {self.stage} · {self.node_name}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ class Gantt:
                 name, workers = self.plan.cluster.nodes[node].name, self.plan.workers[node]
                 for device in range(workers):
                     own = f"{name} #{device}" if workers > 1 else name
-                    rows.append(GanttRow(node, stage, own, len(rows) + STAGE_GAP * stage, device, name))
+                    rows.append(GanttRow(node, stage, own, len(rows) + STAGE_GAP * stage, device))
         return tuple(rows)
 
     @cached_property
@@ -195,8 +190,8 @@ def span(start_ns: int, end_ns: int) -> str:
     return f"{seconds(start_ns):.3f} to {seconds(end_ns):.3f} s ({seconds(end_ns - start_ns):.3f} s)"
 
 
-def write_trace(plan: Plan, timeline: Timeline, path: Path, process: str = "plan") -> None:
-    write_text(path, json.dumps(trace_events(plan, timeline, process), ensure_ascii=False) + "\n")
+def write_trace(plan: Plan, timeline: Timeline, path: Path) -> None:
+    write_text(path, json.dumps(trace_events(plan, timeline), ensure_ascii=False) + "\n")
 
 
 def trace_events(plan: Plan, timeline: Timeline, process: str = "plan") -> dict[str, Any]:

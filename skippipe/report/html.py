@@ -210,8 +210,8 @@ def _busy(picture: Gantt) -> Table:
     uses = {use.node: use for use in picture.timeline.nodes}
     headings = ("node", "busy, s", "idle, s", "busy, % of the iteration", "collisions, s", "memory slots")
     rows = []
-    for node, label in {row.node: row.node_label for row in picture.rows}.items():
-        use = uses[node]
+    for node, stage in {row.node: row.stage for row in picture.rows}.items():
+        use, label = uses[node], f"stage {stage} · {picture.plan.cluster.nodes[node].name}"
         times = use.worker_busy_ns, picture.timeline.idle_ns(use), use.collision_ns
         busy_s, idle_s, collision_s = map(seconds, times)
         share = f"{100 * use.worker_busy_ns / whole_ns:.1f}"

@@ -73,9 +73,9 @@ class _Track(NamedTuple):
 
 def path_map(picture: Gantt) -> PathMap:
     plan = picture.plan
-    columns = [stage.nodes for stage in plan.stages]
-    columns.append(tuple(dict.fromkeys([*plan.stages[0].nodes, *picture.data_nodes])))  # where the head runs
-    layout = _Layout(tuple(columns))
+    head = tuple(dict.fromkeys([*plan.stages[0].nodes, *picture.data_nodes]))  # where the head runs
+    columns = (*plan.placement, head)
+    layout = _Layout(columns)
     groups = equal_lanes(plan)
     tracks = [layout.tracks(plan.lanes[group[0]].path, plan.stage_of) for group in groups]
     ys = layout.side_by_side(tracks)

@@ -316,13 +316,7 @@ def begin_healing(
     for stage in staged.stages if low_precision else ():
         stage.requires_grad_(False).frozen_to(torch.bfloat16)
     engine = Engine(
-        spec,
-        layers,
-        OptimConfig(),
-        recipe,
-        device=settings.device,
-        low_precision=low_precision,
-        frozen=staged.stages,
+        spec, layers, OptimConfig(), recipe, device=settings.device, low_precision=low_precision, frozen=staged.stages
     )
     tokens = settings.tokens or min(MOST_TOKENS, PASSES * train.tokens)
     rate = settings.rate or RATE * min(1.0, RATE_WIDTH / width)

@@ -115,7 +115,8 @@ class PlannedTimes:
     def planned_iterations(
         self, variant: Variant, phases: Mapping[TimedPhase, Fraction], *, moving: bool = False
     ) -> dict[TimedPhase, PlannedIteration]:
-        """The iteration to plan for every phase, if so many iterations are of that phase."""
+        """The iteration to plan for every phase, if so many iterations are of that phase. With `moving`, nodes take the
+        places that are best for each."""
         layers = round(self.workload_layers * (variant.layers or self.model_layers) / self.model_layers)
         early_exit = variant.recipe.early_exit > 0
         found = {}
@@ -187,14 +188,11 @@ def variant_of(result: Mapping[str, Any]) -> Variant:
     return Variant(**{**settings, "recipe": SkipSchedule(**settings["recipe"]), "traffic": traffic})
 
 
-def elapsed_s(result: Mapping[str, Any], times: PlannedTimes, *, moving: bool = False) -> list[float] | None:
-    """Planned seconds from the start of a run to each point of its curve; None if something was not planned.
-
-    With `moving`, as if nodes took other places whenever the length of paths changes, at once and for nothing.
-    """
+def elapsed_s(result: Mapping[str, Any], times: PlannedTimes) -> list[float] | None:
+    """Planned seconds from the start of a run to each point of its curve; None if something was not planned."""
     variant = variant_of(result)
     phases = phases_of(variant, result["settings"]["iterations"])
-    wanted = times.planned_iterations(variant, counted(phases), moving=moving)
+    wanted = times.planned_iterations(variant, counted(phases))
     plans = {phase: times.plans.get(work) for phase, work in wanted.items()}
     seconds = {phase: each.iteration_s for phase, each in plans.items() if each and each.iteration_s}
     if seconds.keys() != wanted.keys():
@@ -295,9 +293,8 @@ def _plan_time(times: PlannedTimes, work: PlannedIteration) -> PlannedTime:
         plan = make_plan(problem, Strategy.BEST, PlanRequest(times.seed, times.planned.budget_s, placement))
     except UserError as error:
         return PlannedTime(None, refusal=str(error))
-    assert plan.expected is not None
-    iteration_s = plan.expected.iteration_s * microbatches / plan.microbatches
-    return PlannedTime(round(iteration_s, 6), plan.strategy, tuple(stage.nodes for stage in plan.stages))
+    iteration_s = plan.promise.iteration_s * microbatches / plan.microbatches
+    return PlannedTime(round(iteration_s, 6), plan.strategy, plan.placement)
 
 
 def _problem(planned: PlanSettings, work: PlannedIteration, placement: Placement | None) -> tuple[Problem, int]:

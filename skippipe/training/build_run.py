@@ -487,7 +487,7 @@ def _checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
     workload = _as_job_trains(plan.workload, job, spec, len(plan.stages))
-    plan = replace(plan, workload=workload, expected=None, lower_bound_ns=None)
+    plan = plan.edited(workload=workload)
     if broken := validate(plan):
         raise UserError(f"{path}: with this job's recipe and optimizer the plan breaks a rule: {broken[0]}")
     return plan.promising(simulate(plan, Timing.FULL))

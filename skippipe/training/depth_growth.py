@@ -2,8 +2,7 @@
 
 The smaller model is cheaper to train, and most of what it learns is of use to the larger one. What lies between its
 first and its last layers is repeated as a block, which works better than to double layer by layer (Du et al.,
-"Stacking Your Transformers", 2024). The optimizer's number of steps is copied with the weights, and its state as it
-asks for (`StateTensor.grown`).
+"Stacking Your Transformers", 2024). The optimizer's state and number of steps are copied with the weights.
 
 The result is a checkpoint like any other, of as many iterations as the smaller model has had.
 """
@@ -203,19 +202,13 @@ class _YoungState:
         bridges: Mapping[str, Tensor],
     ) -> None:
         """Write the weights and the optimizer state of a stage, one tensor at a time; bridges are new."""
-        from_zero = tuple(f"{each.name}." for each in optimizer.state_tensors if each.grown == "zero")
         for slot in optimizer.state_slots(weights):
             if slot.name in bridges:
                 writer.write(encode(bridges[slot.name].detach().flatten(), "fp32").data)
-            elif is_bridge(slot.name) or (slot.name.startswith(from_zero) and self._is_new(slot.name)):
+            elif is_bridge(slot.name):
                 writer.write(bytes(STORED_BYTES * slot.size))
             else:
                 writer.write(self._reader.tensor(slot._replace(name=self._donor(slot.name))).data)
-
-    def _is_new(self, name: str) -> bool:
-        """Whether a tensor is of a layer whose donor keeps its own place in the larger model, before it."""
-        layer = LAYER.search(name)
-        return layer is not None and self._copied.index(self._copied[int(layer[1])]) < int(layer[1])
 
     def _donor(self, name: str) -> str:
         return donor_name(name, self._copied)

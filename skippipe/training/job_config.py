@@ -333,11 +333,7 @@ class JobConfig:
                 raise UserError(
                     f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
                 )
-        studied = {
-            "adapters": recipe.adapters > 0,
-            "distill": recipe.distill > 0,
-            "heal": bool(recipe.heal),
-        }
+        studied = {"adapters": recipe.adapters > 0, "distill": recipe.distill > 0, "heal": bool(recipe.heal)}
         for name, set_here in studied.items():
             if set_here:
                 raise UserError(f"recipe.{name}: only studies have it yet, not training: leave it out")

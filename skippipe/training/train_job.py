@@ -17,6 +17,7 @@ from skippipe.terminal import ProgressBar, interruptible, plan_progress
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
+    from skippipe.runs.records import MetricsLine
     from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, ValidationReport
     from skippipe.training.backends import Backend
     from skippipe.training.build_run import RunSetup
@@ -60,10 +61,7 @@ def run_job(
 
     torch.set_num_threads(wanted.compute.threads)
     output = Path(wanted.output)
-    with (
-        interruptible(2) as stopped,
-        open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder,
-    ):
+    with interruptible(2) as stopped, open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder:
         run_setup = build_setup(wanted, stopped, nodes_here, resumed, drills, folder)
         if stopped:
             raise KeyboardInterrupt
@@ -179,12 +177,17 @@ def _announce_backup(run_setup: RunSetup) -> None:
         print(f"warning: {run_setup.risk}", file=sys.stderr)
 
 
-def _print_summary(metrics: Path) -> None:
-    """The run in one line."""
+def _metrics_in(file: Path) -> list[MetricsLine]:
+    """What metrics.jsonl has of every iteration; nothing if there is no such file."""
     from skippipe.runs.records import metrics_of
 
-    found = [metrics_of(line) for line in metrics.read_bytes().split(b"\n")] if metrics.exists() else []
-    rows = [each.row for each in found if each is not None and each.row.loss is not None]
+    lines = file.read_bytes().split(b"\n") if file.exists() else []
+    return [found for line in lines if (found := metrics_of(line)) is not None]
+
+
+def _print_summary(metrics: Path) -> None:
+    """The run in one line."""
+    rows = [each.row for each in _metrics_in(metrics) if each.row.loss is not None]
     if not rows:
         return
     typical_s = median(row.seconds or 0.0 for row in (rows[1:] or rows))  # the first one warms up
@@ -239,12 +242,9 @@ def _callbacks(run_setup: RunSetup, promised: bool = True) -> Iterator[Callback]
 
 def _elapsed_before(metrics: Path, run_setup: RunSetup) -> float:
     """Seconds that a resumed run has taken up to the checkpoint that it goes on from."""
-    from skippipe.runs.records import metrics_of
-
-    if not run_setup.resumed or not metrics.exists():
+    if not run_setup.resumed:
         return 0.0
-    found = [metrics_of(line) for line in metrics.read_bytes().split(b"\n")]
-    rows = [each.row for each in found if each is not None and each.run == run_setup.run_id]
+    rows = [each.row for each in _metrics_in(metrics) if each.run == run_setup.run_id]
     return next((row.elapsed_s or 0.0 for row in reversed(rows) if row.iteration < run_setup.run.first), 0.0)
 
 

@@ -21,7 +21,7 @@ from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.published import published20, published_plan
 from skippipe.presets import regions
-from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, path_arrays, simulate
+from skippipe.simulator import NO_RECORD, NO_SLACK, PlacementCosts, lane_arrays, simulate
 from skippipe.timeline import Task, Timeline, Timing
 from skippipe.workload import Workload
 from tests.helpers import oracle
@@ -312,16 +312,14 @@ def test_messages_on_a_link_queue_only_under_full_timing(plan: Plan) -> None:
 @given(plans(), timings)
 def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
     averagings = [stage.averaging for stage in plan.stages]
-    costs = PlacementCosts.of(plan.costs, averagings, plan.dispatch, timing, plan.split_backward)
-    paths, lengths = path_arrays([lane.path for lane in plan.lanes])
-    microbatches = np.array([lane.microbatches for lane in plan.lanes])
+    costs = PlacementCosts.of_plan(plan, timing)
     schedule = transfers.merged(plan.costs, averagings)
     times = transfers.transfer_times(plan.costs, averagings, range(len(averagings)))
 
     def outcome(iteration: Callable[..., tuple[int, int]], averaging: Callable[..., None]) -> list[object]:
         done_ns, free_ns = np.zeros(len(plan.cluster), np.int64), free_links(len(plan.cluster))
         result = iteration(
-            paths, lengths, microbatches, costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns,
+            *lane_arrays(plan), costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns,
             costs.worker_slots, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns,
             costs.download_ns, timing is Timing.FULL, costs.order, plan.split_backward, NO_SLACK, done_ns, *free_ns,
             NO_RECORD,

@@ -169,8 +169,7 @@ def test_recipes_that_a_job_refuses(recipe: SkipSchedule, strategy: str, skip: s
 def test_what_a_run_comes_to() -> None:
     plan = long_plan()
     plan = plan.promising(simulate(plan, Timing.FULL))
-    assert plan.expected is not None
-    each_s = plan.expected.iteration_s
+    each_s = plan.promise.iteration_s
     lengths = SkipSchedule("9 x 1/4 + 0").path_lengths(1005, 4, 4)
     assert timetable_text(lengths, {3: plan, 4: plan}, 4) == (
         f"905 iterations through 3 of 4 stages at {each_s:.2f} s, "

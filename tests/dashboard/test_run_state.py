@@ -120,8 +120,7 @@ def test_a_run_from_its_plan_to_its_end(tmp_path: Path) -> None:
     assert found["curves"]["loss"] == [4.0, 3.5]
     assert found["chart"]["iteration"] == 1
     assert [event["kind"] for event in found["events"]["events"]] == ["checkpointed"]
-    assert plan.expected is not None
-    assert sum(there + back for _, _, there, back in found["load"]["links"]) == plan.expected.bytes_moved
+    assert sum(there + back for _, _, there, back in found["load"]["links"]) == plan.promise.bytes_moved
     assert all(a < b for a, b, _, _ in found["load"]["links"])
 
     run.wal(plan_line(plan), committed(plan, 0), committed(plan, 1), {"done": 1})
@@ -158,10 +157,9 @@ def test_planned_over_measured(tmp_path: Path) -> None:
     assert [(row["stage"], row["name"]) for row in gantt["rows"]] == [
         (stage, plan.cluster.nodes[node].name) for stage, held in enumerate(plan.stages) for node in held.nodes
     ]
-    assert plan.expected is not None
     planned = {tuple(bar[4:]): bar for bar in gantt["planned"] if bar[4] >= 0}
     measured = {tuple(bar[4:]): bar for bar in gantt["measured"] if bar[4] >= 0}
-    assert len(measured) == len(plan.expected.tasks)
+    assert len(measured) == len(plan.promise.tasks)
     assert planned.keys() == measured.keys()
     for which, bar in measured.items():
         assert bar[:2] == planned[which][:2]

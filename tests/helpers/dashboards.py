@@ -65,8 +65,7 @@ class RunFolder:
         self._events = EventsFile(folder / "events.jsonl", resumed=resumed, run_id=run_id)
 
     def iteration(self, number: int, loss: float = 3.0, *, recorded: bool = False) -> None:
-        expected = self.plan.expected
-        assert expected is not None
+        expected = self.plan.promise
         tasks: dict[int, list[list[int]]] = {}
         for task in expected.tasks if recorded else ():
             times = (round(1.1 * time) for time in (task.ready_ns, task.start_ns, task.end_ns))  # a tenth slower

@@ -227,8 +227,7 @@ def test_what_a_search_shows_is_what_its_plan_promises(missing: bool, nats: floa
         shown.extend([(what, share, best_s)] if best_s is not None else [])
 
     found = make_plan(problem, Strategy.BEST, PlanRequest(seed=1, changes=12_000, progress=note))
-    assert found.expected is not None
     chosen = [best_s for what, _, best_s in shown if not what.endswith("codecs not yet chosen")]
-    assert chosen[-1] == found.expected.iteration_s == min(chosen)
+    assert chosen[-1] == found.promise.iteration_s == min(chosen)
     assert [share for _, share, _ in shown] == sorted(share for _, share, _ in shown)
     assert (len(chosen) < len(shown)) == (nats is not None)

@@ -118,8 +118,7 @@ def test_choices_say_what_the_next_best_would_take() -> None:
     found = {each.variable: each for each in choices(problem, plan)}
     assert {"backward", "dispatch", "checkpointing"} <= set(found)
     other = replace(plan, split_backward=not plan.split_backward, expected=None)
-    assert plan.expected is not None
-    assert found["backward"].iteration_ns == simulate(other, plan.expected.timing).iteration_ns
+    assert found["backward"].iteration_ns == simulate(other, plan.promise.timing).iteration_ns
     assert {found["backward"].chosen, found["backward"].instead} == {"split", "whole"}
     fixed = replace(problem, decision_variables=DecisionVariables(dispatch=False, split_backward=False))
     assert {"backward", "dispatch", "checkpointing"}.isdisjoint(each.variable for each in choices(fixed, plan))

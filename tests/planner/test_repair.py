@@ -48,9 +48,8 @@ def surely(plan: Plan | None) -> Plan:
 
 
 def iteration_s(plan: Plan) -> float:
-    assert plan.expected is not None
-    assert plan.expected.timing is Timing.FULL
-    return plan.expected.iteration_s
+    assert plan.promise.timing is Timing.FULL
+    return plan.promise.iteration_s
 
 
 def without(plan: Plan, *lost: int) -> tuple[Members, set[int]]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from skippipe.report.png import write_png
 from skippipe.report.summary import plan_grid
 from skippipe.simulator import simulate
 from skippipe.timeline import HUES, TASK_KINDS, BarKind, Timeline, Timing, ranges_text
-from tests.helpers.html_pages import figures_of, library_of
+from tests.helpers.html_pages import Page, figures_of, library_of
 
 LARGEST_PAGE_BYTES = 2_000_000
 
@@ -243,29 +242,6 @@ def test_lines_call_at_their_nodes_in_order_and_pass_all_others(paths: str) -> N
 # the page and the image
 
 
-class Page(HTMLParser):
-    """What a browser would fetch, and what a person would read; script text is neither."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.read = ""
-        self._tag = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._tag = tag
-        self.fetched += [f"{tag} {name}={value}" for name, value in attrs if name in ("src", "href", "data", "srcset")]
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == self._tag:
-            self._tag = ""
-
-    def handle_data(self, data: str) -> None:
-        if self._tag not in ("script", "style"):
-            self.read += data
-
-
 def test_page_fetches_nothing_and_names_every_node(shown: tuple[Plan, Timeline], tmp_path: Path) -> None:
     plan, timeline = shown
     write_html(plan, timeline, tmp_path / "plan.html")
@@ -337,7 +313,7 @@ def whole_ns(event: dict[str, Any]) -> tuple[int, int]:
 
 def test_trace_has_one_slice_a_task_and_none_overlap_on_a_node(shown: tuple[Plan, Timeline], tmp_path: Path) -> None:
     plan, timeline = shown
-    write_trace(plan, timeline, tmp_path / "trace.json", process="as planned")
+    write_trace(plan, timeline, tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     slices = events_of(trace, "X")
     tasks = [event for event in slices if event["cat"] in TASK_KINDS]
@@ -354,7 +330,7 @@ def test_trace_has_one_slice_a_task_and_none_overlap_on_a_node(shown: tuple[Plan
     assert Counter(name.partition(" #")[0] for name in names.values()) == {
         f"stage {use.stage} · {plan.cluster.nodes[use.node].name}": use.workers for use in timeline.nodes
     }
-    assert {"name": "as planned"} in [event["args"] for event in events_of(trace, "M")]
+    assert {"name": "plan"} in [event["args"] for event in events_of(trace, "M")]
 
 
 def test_trace_ties_the_hops_of_every_microbatch_together(shown: tuple[Plan, Timeline]) -> None:

@@ -294,7 +294,7 @@ def saved_cluster(folder: Path, plan: Plan) -> Path:
     return file
 
 
-def test_a_job_becomes_a_brief(folder: Path) -> None:
+def test_a_job_becomes_the_configuration_of_nodes(folder: Path) -> None:
     text = "seed = 7\n[averaging]\ndtype = 'int8'\n[transport]\nwire = 'fp32'\n[emulation]\nenabled = true\ntime = 0.5"
     made = assembled(folder, text, split_backward=True)
     node_config = made.node_config
@@ -443,7 +443,7 @@ def test_nodes_follow_the_recipe_of_a_job(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3_moe"])
-def test_a_brief_there_and_back(family: str) -> None:
+def test_a_node_configuration_there_and_back(family: str) -> None:
     spec = ModelSpec(tiny(family), seed=5)
     stages = (Stage(3, (0,), (0,)), Stage(2, (1, 2), (2, 1)))
     plan = Plan(
@@ -474,7 +474,7 @@ def test_a_brief_there_and_back(family: str) -> None:
         assert back.spec().config.to_dict() == spec.config.to_dict()
 
 
-def test_a_brief_that_is_none(folder: Path) -> None:
+def test_a_node_configuration_that_is_none(folder: Path) -> None:
     good = assembled(folder).node_config.to_json()
     for name in good:
         with pytest.raises(UserError, match=name):

@@ -26,7 +26,7 @@ from skippipe.planner.bounds.load_relaxation import (
     loaded_by_size_ns,
     share_of,
 )
-from skippipe.planner.bounds.node_classes import NodeClasses, Tours, all_tours, shortest_rounds_ns
+from skippipe.planner.bounds.node_classes import NodeClasses, all_tours, shortest_rounds_ns
 from skippipe.planner.bounds.tour_relaxation import TourProgramme
 from skippipe.planner.problem import Problem
 from skippipe.timeline import Timing
@@ -54,10 +54,8 @@ def lower_bound(
 
     It holds for a problem's timing, layers and kind of backward; `sizes` and `dispatch` do not matter.
     """
-    bounds = []
-    for problem in problems:
-        bounds.append(_BoundSearch(problem, clock() + budget_s / len(problems), clock, stopped).bound())
-    return min(bounds, key=_ns)
+    each_s = budget_s / len(problems)
+    return min((_BoundSearch(each, clock() + each_s, clock, stopped).bound() for each in problems), key=_ns)
 
 
 class _BoundSearch:
@@ -87,34 +85,19 @@ class _BoundSearch:
         if self.full:
             found = self._averaged(data_end, load)
         else:
-            found = max(self._by_whole_tours(data_end, self.most_data_nodes), load, key=_ns)
+            found = max(self._by_tours(data_end, self.most_data_nodes, whole_lanes=True), load, key=_ns)
         return Bound(min(found.ns, NEVER_NS), found.reason)
 
-    def _by_tours(self, known: Bound, data_nodes: int) -> Bound:
+    def _by_tours(self, known: Bound, data_nodes: int, *, whole_lanes: bool = False) -> Bound:
+        """The bound by lanes that compete for slots; they are divisible, unless they are `whole_lanes`."""
         if self.tours is None:
             return known
-        tour_programme = self._tour_programme(self.tours, data_nodes)
-        return self._raise_bound(
-            known,
-            lambda deadline_ns: tour_programme.infeasible_by(deadline_ns, self._left_s),
-            STRIDE,
-            "slots and tours",
-        )
-
-    def _by_whole_tours(self, known: Bound, data_nodes: int) -> Bound:
-        if self.tours is None:
-            return known
-        tour_programme = self._tour_programme(self.tours, data_nodes)
-
-        def infeasible_by(deadline_ns: int) -> bool:
-            return tour_programme.whole_lanes_infeasible_by(deadline_ns, self._left_s)
-
-        return self._raise_bound(known, infeasible_by, SHORT_STRIDE, "slots and whole tours")
-
-    def _tour_programme(self, tours: Tours, data_nodes: int) -> TourProgramme:
         microbatches, share = self.problem.workload.microbatches, share_of(self.problem, 1)
         with_load = not (self.full and self.problem.split_backward)  # the end of all is not the data nodes' then
-        return TourProgramme(self.classes, tours, microbatches, share, data_nodes, with_load)
+        programme = TourProgramme(self.classes, self.tours, microbatches, share, data_nodes, with_load)
+        is_infeasible = programme.whole_lanes_infeasible_by if whole_lanes else programme.infeasible_by
+        stride, reason = (SHORT_STRIDE, "slots and whole tours") if whole_lanes else (STRIDE, "slots and tours")
+        return self._raise_bound(known, lambda deadline_ns: is_infeasible(deadline_ns, self._left_s), stride, reason)
 
     def _averaged(self, data_end: Bound, load: Bound) -> Bound:
         """The bound with averaging, for the best number of data nodes; where it matters, tours are solved again with no
@@ -136,13 +119,13 @@ class _BoundSearch:
             found.append(Bound(min(done + ring for done, ring in by_size[stage]), f"node load of stage {stage}"))
         rings_ns = [ring for _, ring in by_size[0]]
         ends = [max(data_end, Bound(done, "node load"), key=_ns) for done, _ in by_size[0]]
-        to_ask = {size: [self._by_whole_tours, self._by_tours] for size in range(1, self.most_data_nodes + 1)}
+        to_ask = {size: [True, False] for size in range(1, self.most_data_nodes + 1)}  # first divisible, then whole
         while True:
             best = min(range(len(ends)), key=lambda index: ends[index].ns + rings_ns[index])
             size = best + 1
             if not to_ask[size] or self._over():
                 break
-            again = to_ask[size].pop()(ends[best], size)
+            again = self._by_tours(ends[best], size, whole_lanes=to_ask[size].pop())
             ends[:size] = [max(end, again, key=_ns) for end in ends[:size]]
         found.append(Bound(ends[best].ns + rings_ns[best], ends[best].reason))
         longest = max(found, key=_ns)
@@ -160,9 +143,7 @@ class _BoundSearch:
     def _load_infeasible_by(self, deadline_ns: int) -> bool:
         return load_infeasible_by(self.problem, self.classes, self.rounds_ns, deadline_ns, self._left_s())
 
-    def _raise_bound(
-        self, known: Bound, infeasible_by: Callable[[int], bool], stride: float, reason: str = ""
-    ) -> Bound:
+    def _raise_bound(self, known: Bound, infeasible_by: Callable[[int], bool], stride: float, reason: str) -> Bound:
         """The latest time proven infeasible, plus one nanosecond: strides that double, then bisection."""
         low, high = known.ns - 1, NEVER_NS
         deadline_ns, stride_ns = known.ns, max(1, int(known.ns * stride))
@@ -173,7 +154,7 @@ class _BoundSearch:
                 high = deadline_ns
             deadline_ns = (low + high) // 2 if high < NEVER_NS else min(low + stride_ns, NEVER_NS - 1)
             stride_ns *= 2
-        return Bound(low + 1, reason or known.reason) if low >= known.ns else known
+        return Bound(low + 1, reason) if low >= known.ns else known
 
     def _left_s(self) -> float:
         return max(0.0, self.until - self.clock())

@@ -211,12 +211,7 @@ class _Milp:
 
 
 def _solution(
-    objective: Floats,
-    rows: Floats,
-    low: Floats,
-    high: Floats,
-    upper: Floats,
-    limit_s: float = MILP_LIMIT_S,
+    objective: Floats, rows: Floats, low: Floats, high: Floats, upper: Floats, limit_s: float = MILP_LIMIT_S
 ) -> Ints | None:
     """Whole numbers that satisfy the constraints at the least objective; None if there are none or not in time."""
     outcome = milp(

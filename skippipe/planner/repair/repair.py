@@ -78,7 +78,7 @@ def repaired(
     `visited`: a plan that was repaired when stages were missing may visit fewer than is wanted again.
     """
     deadline = clock() + budget_s
-    bare = replace(plan, cluster=cluster or plan.cluster, expected=None, lower_bound_ns=None)
+    bare = plan.edited(cluster=cluster or plan.cluster)
     costs = bare.costs  # worked out once
     averagings = [costs.averaging(stage, sorted(nodes)) for stage, nodes in enumerate(members)]
     usable = [
@@ -182,7 +182,7 @@ def _lane_problem(
         placement_costs=placement_costs,
         stage_of=stage_of,
         visitable=np.array([bool(nodes) for nodes in usable]),
-        linked=np.maximum(costs.transmit_ns[0], costs.transmit_ns[0].T) < NEVER_NS,
+        linked=costs.linked,
         swaps=0 if full or plan.workload.bridge_parameters else constraints.MAX_SWAPS,
         lengths=lengths,
     )

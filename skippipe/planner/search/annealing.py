@@ -292,8 +292,7 @@ def _tables(problems: Sequence[Problem], most_layers: int) -> list[Tables]:
 
 
 def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
-    assert plan.expected is not None
-    taken_ns = spread_of(plan, plan.expected.timing, jitter).tail_ns if jitter else plan.expected.iteration_ns
+    taken_ns = spread_of(plan, plan.promise.timing, jitter).tail_ns if jitter else plan.promise.iteration_ns
     return taken_ns, len(plan.stage_of)
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from skippipe.cluster import Cluster
 from skippipe.cost_model import NEVER_NS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, averagings
@@ -37,7 +36,7 @@ def planned_in_parts(problem: Problem, plan_part: Callable[[int, Problem], Plan]
     for nodes, microbatches in zip(groups, _microbatches(problem, groups), strict=True):
         part = replace(
             problem,
-            cluster=_only(problem.cluster, nodes),
+            cluster=problem.cluster.only(nodes),
             workload=replace(problem.workload, microbatches=microbatches),
             sizes=(),
             decision_variables=open_,
@@ -74,16 +73,6 @@ def _microbatches(problem: Problem, groups: Sequence[Sequence[int]]) -> list[int
     found = np.floor(exact).astype(int)
     found[np.argsort(found - exact, kind="stable")[: units - len(groups) - found.sum()]] += 1
     return [int(1 + each) * problem.lane_unit for each in found]
-
-
-def _only(cluster: Cluster, nodes: Sequence[int]) -> Cluster:
-    among = np.ix_(nodes, nodes)
-    return replace(
-        cluster,
-        nodes=tuple(cluster.nodes[node] for node in nodes),
-        latency_s=cluster.latency_s[among],
-        bandwidth_bytes_per_s=cluster.bandwidth_bytes_per_s[among],
-    )
 
 
 def _following(part: Problem, first: Plan) -> Problem:

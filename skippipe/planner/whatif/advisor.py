@@ -15,15 +15,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skippipe import constraints
-from skippipe.constraints import circle
+from skippipe.constraints import MAX_SWAPS, circle
 from skippipe.cost_model import NEVER_NS, seconds
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget, plan_nats
-from skippipe.planner.problem import ALL_FIXED, PlanRequest, Problem, Strategy, iteration_ns
+from skippipe.planner.problem import PlanRequest, Problem, Strategy, iteration_ns, problem_on_stages
 from skippipe.planner.strategies import compile_search, make_plan
 from skippipe.planner.whatif import edits
 from skippipe.planner.whatif.candidates import Candidate, CandidateEdits, EditKind
@@ -157,19 +156,7 @@ def _worth_it(found: list[EvaluatedEdit], replanned_ns: list[int]) -> list[Evalu
 def _problem(plan: Plan, timing: Timing) -> Problem:
     """The problem of finding other paths for the same stages; a full pipeline in the order of the model stays one."""
     in_order = all(plan.visits(lane) == tuple(range(len(plan.stages))) for lane in plan.lanes)
-    return Problem(
-        plan.cluster,
-        plan.workload,
-        len(plan.stages),
-        plan.visited,
-        sizes=tuple(len(stage.nodes) for stage in plan.stages),
-        swaps=0 if in_order else constraints.MAX_SWAPS,
-        timing=timing,
-        dispatch=plan.dispatch,
-        split_backward=plan.split_backward,
-        layers=plan.layers,
-        decision_variables=ALL_FIXED,
-    )
+    return problem_on_stages(plan, plan.visited, timing, swaps=0 if in_order else MAX_SWAPS)
 
 
 def _why_not_replanned(plan: Plan, timing: Timing) -> str:
@@ -186,8 +173,7 @@ def _why_not_replanned(plan: Plan, timing: Timing) -> str:
 
 
 def _replanned(plan: Plan, timing: Timing, stopped: Callable[[], bool]) -> Plan:
-    members = tuple(stage.nodes for stage in plan.stages)
-    request = PlanRequest(budget_s=SEARCH_S, changes=SEARCHED, placement=members, start=plan, stopped=stopped)
+    request = PlanRequest(budget_s=SEARCH_S, changes=SEARCHED, placement=plan.placement, start=plan, stopped=stopped)
     return make_plan(_problem(plan, timing), Strategy.BEST, request)
 
 
@@ -251,8 +237,7 @@ class Choice:
 
 def choices(problem: Problem, plan: Plan) -> list[Choice]:
     """What the search chose of what the problem left open, beside where nodes are and where lanes go."""
-    assert plan.expected is not None
-    variables, timing = problem.decision_variables, plan.expected.timing
+    variables, timing = problem.decision_variables, plan.promise.timing
     rivals: list[tuple[str, str, dict[str, Plan]]] = []
     if variables.split_backward:
         names = ("split", "whole") if plan.split_backward else ("whole", "split")

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from skippipe.cluster import Cluster, Matrix, Node
+from skippipe.cluster import Cluster, Matrix
 from skippipe.collectives.rings import ring_order
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.cost_model import cost_model_of, device_bytes
@@ -20,17 +21,16 @@ from skippipe.errors import Infeasible
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.state import move_microbatches
-from skippipe.simulator import path_arrays
+from skippipe.simulator import lane_arrays
 
 Links = Iterable[tuple[int, int]]
 
 
-def _on_cluster(plan: Plan, cluster: Cluster) -> Plan:
-    return replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)
-
-
-def _with_node(cluster: Cluster, number: int, node: Node) -> Cluster:
-    return replace(cluster, nodes=(*cluster.nodes[:number], node, *cluster.nodes[number + 1 :]))
+def _with_node(plan: Plan, number: int, **changes: Any) -> Plan:
+    """The plan on a cluster where one node has other figures."""
+    nodes = list(plan.cluster.nodes)
+    nodes[number] = replace(nodes[number], **changes)
+    return plan.edited(cluster=replace(plan.cluster, nodes=tuple(nodes)))
 
 
 def _scaled(matrix: Matrix, links: Links, factor: float) -> Matrix:
@@ -42,96 +42,90 @@ def _scaled(matrix: Matrix, links: Links, factor: float) -> Matrix:
 
 def faster_node(plan: Plan, node: int) -> Plan:
     """The node is twice as fast."""
-    before = plan.cluster.nodes[node]
-    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, flops_per_s=2 * before.flops_per_s)))
+    return _with_node(plan, node, flops_per_s=2 * plan.cluster.nodes[node].flops_per_s)
 
 
 def one_more_device(plan: Plan, node: int) -> Plan:
     """The node has one more device."""
-    before = plan.cluster.nodes[node]
-    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, devices=before.devices + 1)))
+    return _with_node(plan, node, devices=plan.cluster.nodes[node].devices + 1)
 
 
 def wider_links(plan: Plan, links: Links) -> Plan:
     """The links have twice the bandwidth."""
     bandwidth = _scaled(plan.cluster.bandwidth_bytes_per_s, links, 2)
-    return _on_cluster(plan, replace(plan.cluster, bandwidth_bytes_per_s=bandwidth))
+    return plan.edited(cluster=replace(plan.cluster, bandwidth_bytes_per_s=bandwidth))
 
 
 def shorter_links(plan: Plan, links: Links) -> Plan:
     """The links have half the latency."""
-    return _on_cluster(plan, replace(plan.cluster, latency_s=_scaled(plan.cluster.latency_s, links, 0.5)))
+    return plan.edited(cluster=replace(plan.cluster, latency_s=_scaled(plan.cluster.latency_s, links, 0.5)))
 
 
 def faster_upload(plan: Plan, node: int) -> Plan:
     """The node has twice the upload rate."""
-    before = plan.cluster.nodes[node]
-    upload = 2 * (before.upload_bytes_per_s or 0) or None
-    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, upload_bytes_per_s=upload)))
+    upload = 2 * (plan.cluster.nodes[node].upload_bytes_per_s or 0) or None
+    return _with_node(plan, node, upload_bytes_per_s=upload)
 
 
 def faster_download(plan: Plan, node: int) -> Plan:
     """The node has twice the download rate."""
-    before = plan.cluster.nodes[node]
-    download = 2 * (before.download_bytes_per_s or 0) or None
-    return _on_cluster(plan, _with_node(plan.cluster, node, replace(before, download_bytes_per_s=download)))
+    download = 2 * (plan.cluster.nodes[node].download_bytes_per_s or 0) or None
+    return _with_node(plan, node, download_bytes_per_s=download)
 
 
 def half_overhead(plan: Plan) -> Plan:
     """Every hop has half the software overhead."""
-    return _on_cluster(plan, replace(plan.cluster, hop_overhead_s=plan.cluster.hop_overhead_s / 2))
+    return plan.edited(cluster=replace(plan.cluster, hop_overhead_s=plan.cluster.hop_overhead_s / 2))
 
 
 def smaller_messages(plan: Plan, dtype: str) -> Plan:
     """Activations and their gradients are sent in this type, but on links that have codecs of their own."""
-    return replace(_on_cluster(plan, plan.cluster), workload=replace(plan.workload, wire_dtype=dtype))
+    return plan.edited(workload=replace(plan.workload, wire_dtype=dtype))
 
 
 def other_codecs(plan: Plan, hop: str, gradient: str) -> Plan:
     """All links have the one codec, and all stages the other."""
     kinds = {"wire_dtype": hop, "gradient_dtype": gradient, "wire_dtypes": (), "gradient_dtypes": ()}
-    return replace(_on_cluster(plan, plan.cluster), workload=replace(plan.workload, **kinds))  # type: ignore[arg-type]
+    return plan.edited(workload=replace(plan.workload, **kinds))  # type: ignore[arg-type]
 
 
 def other_dispatch(plan: Plan, dispatch: Dispatch) -> Plan:
-    return replace(_on_cluster(plan, plan.cluster), dispatch=dispatch)
+    return plan.edited(dispatch=dispatch)
 
 
 def other_backward(plan: Plan) -> Plan:
     """The backward is split if it is whole, and whole if it is split."""
-    return replace(_on_cluster(plan, plan.cluster), split_backward=not plan.split_backward)
+    return plan.edited(split_backward=not plan.split_backward)
 
 
 def other_averaging(plan: Plan, stage: int, averaging: Averaging) -> Plan:
     """The stage averages in another way."""
     stages = list(plan.stages)
     stages[stage] = Stage.of(stages[stage].layers, averaging)
-    return replace(_on_cluster(plan, plan.cluster), stages=tuple(stages))
+    return plan.edited(stages=tuple(stages))
 
 
 def averaging_in_rings(plan: Plan) -> Plan:
     """All stages average in rings."""
     rings = [Averaging(ring_order(plan.costs, index, stage.nodes)) for index, stage in enumerate(plan.stages)]
-    return replace(_on_cluster(plan, plan.cluster), stages=tuple(map(Stage.of, plan.layers, rings)))
+    return plan.edited(stages=tuple(map(Stage.of, plan.layers, rings)))
 
 
 def other_checkpointing(plan: Plan) -> Plan:
     """Activations are recomputed if they are kept, and kept if they are recomputed."""
     work = plan.workload
-    work = replace(work, activation_checkpointing=not work.activation_checkpointing)
-    return replace(_on_cluster(plan, plan.cluster), workload=work)
+    return plan.edited(workload=replace(work, activation_checkpointing=not work.activation_checkpointing))
 
 
 def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:
     """One microbatch goes from lane to lane, all paths being equally long. Where these visit other stages, one goes
     from a third lane to a fourth to make up for it (CC3); Infeasible if there are no such lanes."""
-    paths, lengths = path_arrays([each.path for each in plan.lanes])
-    counts = np.array([each.microbatches for each in plan.lanes], dtype=np.int64)
+    paths, lengths, counts = lane_arrays(plan)
     stage_of = np.full(len(plan.cluster), -1, np.int64)
     stage_of[list(plan.stage_of)] = list(plan.stage_of.values())
     move_microbatches(lane, other, 1, 0, 0, paths, lengths, counts, stage_of)
     lanes = [Lane(each.path, count) for each, count in zip(plan.lanes, counts.tolist(), strict=True) if count]
-    moved = replace(_on_cluster(plan, plan.cluster), lanes=tuple(lanes))
+    moved = plan.edited(lanes=tuple(lanes))
     if moved.exposure != plan.exposure:
         raise Infeasible(f"a microbatch of lane {lane} on lane {other} leaves stages unequally visited (CC3)")
     return moved
@@ -140,21 +134,22 @@ def moved_microbatch(plan: Plan, lane: int, other: int) -> Plan:
 def one_more_slot(plan: Plan, node: int) -> Plan:
     """This node alone has one more slot, or one on each of its devices: if the workload caps slots, all others get just
     the memory that they use."""
-    workload, cluster = plan.workload, plan.cluster
+    workload, changed = plan.workload, plan
 
     def slots_of(number: int) -> int:
         return plan.slots[number] // plan.workers[number]
 
-    def with_slots(number: int, slots: int) -> Node:
-        stage, before = plan.stage_of[number], plan.cluster.nodes[number]
-        return replace(before, memory_bytes=device_bytes(before, workload, stage, plan.layers[stage], slots))
+    def memory_for(number: int, slots: int) -> int:
+        stage = plan.stage_of[number]
+        return device_bytes(plan.cluster.nodes[number], workload, stage, plan.layers[stage], slots)
 
     slots = slots_of(node)
     if slots != workload.max_slots:
-        return _on_cluster(plan, _with_node(cluster, node, with_slots(node, slots + 1)))
+        return _with_node(plan, node, memory_bytes=memory_for(node, slots + 1))
     for number in plan.stage_of:
-        cluster = _with_node(cluster, number, with_slots(number, slots_of(number) + (number == node)))
-    return replace(_on_cluster(plan, cluster), workload=replace(workload, max_slots=slots + 1))
+        memory_bytes = memory_for(number, slots_of(number) + (number == node))
+        changed = _with_node(changed, number, memory_bytes=memory_bytes)
+    return changed.edited(workload=replace(workload, max_slots=slots + 1))
 
 
 def with_twin(plan: Plan, node: int) -> Plan:
@@ -184,7 +179,7 @@ def with_twin(plan: Plan, node: int) -> Plan:
     costs = cost_model_of(cluster, plan.workload, plan.layers)
     stages = list(plan.stages)
     stages[stage] = Stage.of(stages[stage].layers, costs.averaging(stage, members))
-    return replace(_on_cluster(plan, cluster), stages=tuple(stages))
+    return plan.edited(cluster=cluster, stages=tuple(stages))
 
 
 def without_node(plan: Plan, node: int) -> Plan:
@@ -200,26 +195,18 @@ def without_node(plan: Plan, node: int) -> Plan:
     def renamed(nodes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(number[each] for each in nodes)
 
+    def renamed_links(links: Links) -> tuple[tuple[int, int], ...]:
+        return tuple((number[a], number[b]) for a, b in links)
+
     def averaged(stage: Stage) -> Averaging:
         pieces = [
-            Piece(
-                number[each.root], each.share, tuple(map(renamed_link, each.via)), tuple(map(renamed_link, each.relays))
-            )
+            Piece(number[each.root], each.share, renamed_links(each.via), renamed_links(each.relays))
             for each in stage.pieces
         ]
         return Averaging(renamed(stage.ring), tuple(pieces))
 
-    def renamed_link(link: tuple[int, int]) -> tuple[int, int]:
-        return number[link[0]], number[link[1]]
-
-    cluster = replace(
-        plan.cluster,
-        nodes=tuple(plan.cluster.nodes[each] for each in kept),
-        latency_s=plan.cluster.latency_s[np.ix_(kept, kept)],
-        bandwidth_bytes_per_s=plan.cluster.bandwidth_bytes_per_s[np.ix_(kept, kept)],
-    )
-    return replace(
-        _on_cluster(found, cluster),
+    return found.edited(
+        cluster=plan.cluster.only(kept),
         stages=tuple(Stage.of(each.layers, averaged(each)) for each in found.stages),
         lanes=tuple(Lane(renamed(lane.path), lane.microbatches) for lane in found.lanes),
     )
