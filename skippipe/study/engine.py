@@ -361,8 +361,7 @@ class Engine:
     def _distillation(self, hidden: Tensor, teacher: Tensor, labels: Tensor) -> Tensor:
         """What the mean loss becomes more by when the next token is taken from the teacher instead of the text."""
         norm, head = self.stages[0].norm, self.stages[0].head
-        assert norm is not None
-        assert head is not None
+        assert norm is not None and head is not None
         with torch.no_grad():
             target = head(norm(teacher)).float().softmax(-1)
         logits = head(norm(hidden)).float()

@@ -71,6 +71,12 @@ def test_products(form: str, rows: int, outputs: int, inputs: int, tiles: Tiles,
     assert torch.equal(exact, found.float()), "rounded to the type of the input"
 
 
+def test_a_matrix_of_too_many_values_is_refused() -> None:
+    x, weight = torch.empty(1, 2**16, device="meta"), torch.empty(2**15, 2**16, device="meta")
+    with pytest.raises(AssertionError, match="32 bits"):
+        DecodeKernels(CPU).product(x, weight)
+
+
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
