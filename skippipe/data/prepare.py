@@ -1,4 +1,4 @@
-"""Files, datasets of the hub, or a stream of documents into a token file.
+"""Files and datasets of the hub into a token file.
 
 Records of chats and instructions become the tokens that the tokenizer's chat template makes of them. A record is a
 conversation if it has `messages` (a list of {role, content}), `prompt` and `completion` (texts, or lists of messages),
@@ -12,14 +12,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from skippipe.data.batch_sampler import ANSWER, BEGINS
-from skippipe.data.documents import END, FIELD, Piece, TextSource, cut, sources
+from skippipe.data.documents import FIELD, Piece, TextSource, sources
 from skippipe.data.readers import Record
 from skippipe.data.token_file import HEADER, WIDTHS, Inputs, TokenFile, cache_folder, width
 from skippipe.data.tokenizer import EXTRA, FILE, SETTINGS, TEMPLATE_FIELD, TextTokenizer, train_bpe
@@ -36,7 +35,7 @@ BATCH_CHARACTERS = 2**20  # encoded at a time, and so what is in memory: some hu
 ANSWERS, ALL = "answers", "all"
 TRAINED_ON_CHARACTERS = 2**26  # more text hardly changes a tokenizer, but takes minutes
 PrepareProgress = Callable[[str, float], None]
-"""What is being done, and which share of it is behind us (0 throughout for a stream)."""
+"""What is being done, and which share of it is behind us (0 throughout for a dataset of the hub)."""
 
 
 class MarkedTokens(NamedTuple):
@@ -168,7 +167,7 @@ def _with_marks(ids: Sequence[int], counted: Sequence[int | bool]) -> MarkedToke
 
 
 def prepare(
-    texts: str | Path | Sequence[str | Path] | Iterator[str],
+    texts: str | Path | Sequence[str | Path],
     tokenizer: TextTokenizer | str | Path | int = 2048,
     folder: Path | None = None,
     progress: PrepareProgress = lambda what, share: None,
@@ -180,20 +179,16 @@ def prepare(
     """The token file of these texts, made unless the folder has it already. UserError if it has the tokens of others,
     and these are not to be overwritten.
 
-    `texts` are files, folders of them, datasets of the hub (see `readers`), "classics" or "classics-val"; or an
-    iterator over documents, which is always read anew. Of records the text is in `field`, which is "text" unless said.
-    If it is not said, records may be conversations (see above), with loss on "answers" (or "") or on "all";
-    None: they are refused. `tokenizer` is one that is there or its folder, or the size of a vocabulary to train on the
-    texts. Without a folder it is kept in the cache, under a name made from the inputs.
+    `texts` are files, folders of them, datasets of the hub (see `readers`), "classics" or "classics-val". Of records
+    the text is in `field`, which is "text" unless said. If it is not said, records may be conversations (see above),
+    with loss on "answers" (or "") or on "all"; None: they are refused. `tokenizer` is one that is there or its folder,
+    or the size of a vocabulary to train on the texts. Without a folder it is kept in the cache, under a name made from
+    the inputs.
     """
     if loss_on not in (None, "", ANSWERS, ALL):
         raise UserError(f"loss on '{loss_on}': expected '{ANSWERS}' or '{ALL}'")
     if isinstance(tokenizer, (str, Path)):
         tokenizer = TextTokenizer.load(Path(tokenizer))
-    if isinstance(texts, Iterator):
-        if folder is None:
-            raise UserError("a stream of documents has no name: say in which folder its tokens are to be kept")
-        return _make(_Stream(texts), tokenizer, folder, Inputs.of((), tokenizer), progress)
     names = [texts] if isinstance(texts, (str, Path)) else texts
     for name in names:
         if exists(Path(name) / HEADER):
@@ -282,27 +277,6 @@ def _chat_encoder(files: _Files, tokenizer: TextTokenizer | int, loss_on: str | 
     return ChatEncoder(tokenizer, answers_only=loss_on != ALL)
 
 
-class _Stream:
-    """Documents that come only once: those the tokenizer was trained on are kept until they are encoded."""
-
-    def __init__(self, documents: Iterator[str]) -> None:
-        self._pieces = cut(document + END for document in documents)
-        self._seen: list[Piece] = []
-
-    def sample(self) -> Iterator[str]:
-        def kept() -> Iterator[Piece]:
-            for piece in self._pieces:
-                self._seen.append(piece)
-                yield piece
-
-        return _first(kept(), TRAINED_ON_CHARACTERS)
-
-    def pieces(self, on_share: Callable[[float], None]) -> Iterator[Piece]:
-        on_share(0.0)
-        seen, self._seen = self._seen, []
-        return chain(seen, self._pieces)
-
-
 def _first(pieces: Iterable[Piece], characters: int) -> Iterator[str]:
     for piece in pieces:
         yield piece.text
@@ -336,12 +310,12 @@ def _check_other_tokens(folder: Path, inputs: Inputs) -> None:
 
 
 def _make(
-    texts: _Files | _Stream,
+    texts: _Files,
     tokenizer: TextTokenizer | int,
     folder: Path,
     inputs: Inputs,
     progress: PrepareProgress,
-    encoder: ChatEncoder | None = None,
+    encoder: ChatEncoder | None,
 ) -> TokenFile:
     if isinstance(tokenizer, int):
         progress(f"training a tokenizer of {tokenizer:,} tokens", 0.0)
@@ -354,7 +328,7 @@ def _make(
         progress("turning text into tokens", share)
 
     parts: Iterator[MarkedTokens]
-    if encoder is not None and isinstance(texts, _Files):
+    if encoder is not None:
         parts = (part for record in texts.records(on_share) for part in encoder.encode(record))
     else:
         parts = _encoded(texts.pieces(on_share), tokenizer)
@@ -394,7 +368,7 @@ def _written(parts: Iterator[MarkedTokens], made: TokenFile, folder: Path, *, ma
             marks_file.write(marks)
             tokens += len(ids)
     if not tokens:
-        raise UserError("the stream holds no text: no document, or only empty ones")
+        raise UserError("the texts hold no tokens: no document, or only empty ones")
     name = f"tokens-{digest.hexdigest()[:16]}.bin"
     (folder / "ids").rename(folder / name)
     made = replace(made, data=name, tokens=tokens, content_sha256=digest.hexdigest())

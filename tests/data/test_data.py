@@ -274,7 +274,6 @@ def test_where_the_text_came_from_does_not_change_the_fingerprint(
     others = (
         prepare.prepare([packed], bpe, tmp_path / "xz"),
         prepare.prepare(parts, bpe, tmp_path / "parts"),
-        prepare.prepare(iter([STORY, "", "The end.\n"]), bpe, tmp_path / "stream"),
     )
     assert {other.fingerprint for other in others} == {plain.fingerprint}
     other = prepare.prepare([story], train_bpe([STORY], 300), tmp_path / "other")
@@ -331,12 +330,14 @@ def test_reuse_and_making_anew(
 def test_interrupted_making_leaves_the_old(story: Path, bpe: TextTokenizer, tmp_path: Path) -> None:
     made = prepare.prepare([story], bpe, tmp_path / "tokens")
 
-    def breaks_off() -> Iterator[str]:
-        yield STORY
-        raise KeyboardInterrupt
+    story.write_text(STORY.upper(), encoding="utf-8")
+
+    def break_off(what: str, share: float) -> None:  # noqa: ARG001
+        if what == "turning text into tokens":
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare.prepare(breaks_off(), bpe, made.folder)
+        prepare.prepare([story], bpe, made.folder, break_off, overwrite=True)
     assert TokenFile.open(made.folder) == made
     assert len(list(made.folder.iterdir())) == 4
 
@@ -415,15 +416,12 @@ def test_texts_that_cannot_be_read(
     assert not (tmp_path / "tokens" / HEADER).exists()
 
 
-def test_stream_trains_its_tokenizer_without_losing_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_is_trained_on_the_beginning_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "TRAINED_ON_CHARACTERS", 100)
-    documents = [f"{number} bottles of beer on the wall" for number in range(99)]
-    found = prepare.prepare(iter(documents), 300, tmp_path)
-    assert found.tokenizer().decode(found.ids.tolist()) == "".join(document + END for document in documents)
-    with pytest.raises(UserError, match="the stream holds no text"):
-        prepare.prepare(iter([""]), 300, tmp_path)
-    with pytest.raises(UserError, match="say in which folder"):
-        prepare.prepare(iter(documents), 300)
+    text = "".join(f"{number} bottles of beer on the wall{END}" for number in range(99))
+    (tmp_path / "beer.txt").write_text(text)
+    found = prepare.prepare(tmp_path / "beer.txt", 300, tmp_path / "tokens")
+    assert found.tokenizer().decode(found.ids.tolist()) == text
 
 
 def test_classics_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
