@@ -112,7 +112,7 @@ def test_files_that_are_no_clusters_at_all(text: str, message: str, tmp_path: Pa
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         Cluster.load(tmp_path / "none.json")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="this is a folder"):
         Cluster.load(tmp_path)
 
 
