@@ -79,7 +79,7 @@ class Replanner:
         needed = sorted(map(sorted, self.estimator.apart() & _links(self.plan)))
         if not needed:
             return []
-        length, members = self.lengths.at(iteration), [stage.nodes for stage in self.plan.stages]
+        length, members = self.lengths.at(iteration), self.plan.placement
         found = self._repair(length, members, self.plan.stage_of, self._cluster(self.env.now_ns()))
         if found is None or self.estimator.apart() & _links(found):
             return [self.membership.name(node) for node in needed[0]]
@@ -156,7 +156,7 @@ class Replanner:
         if length == self.lengths.current:
             return False
         if length not in self.lengths.up_to_date:
-            members = [stage.nodes for stage in self.plan.stages]
+            members = self.plan.placement
             self.lengths.add(length, self._repair(length, members, active, self.plan.cluster) or self.plan)
         self.lengths.current = length
         self.plan = self.lengths.plans[length]
@@ -255,7 +255,7 @@ class Replanner:
         stay = membership.active if self.backup.is_lost else self.backup.needed
         takes_part = membership.in_state(MemberState.READY, MemberState.RECOVERING, MemberState.ACTIVE)
         return StageAssignment(
-            plan if plan.cluster is cluster else replace(plan, cluster=cluster, expected=None, lower_bound_ns=None),
+            plan if plan.cluster is cluster else plan.edited(cluster=cluster),
             length,
             [set(nodes) for nodes in membership.future_rings(self.plan)],
             membership.active,
@@ -338,7 +338,7 @@ def _with_node(plan: Plan, node: int, stage: int) -> Plan:
         if index == stage:
             left = replace(left, order=(*left.order, node))
         stages.append(Stage.of(each.layers, left))
-    return replace(plan, stages=tuple(stages), expected=None, lower_bound_ns=None)
+    return plan.edited(stages=tuple(stages))
 
 
 @dataclass
