@@ -56,7 +56,7 @@ def test_plan_check_simulate_show(skippipe: Command, tmp_path: Path) -> None:
 
 
 def test_how_to_plan_for_the_codecs_of_new_jobs_is_said(skippipe: Command, tmp_path: Path) -> None:
-    words = ("plan", "regions:9", "--strategy", "dtfm-skip")
+    words = ("plan", "regions:9", "--strategy", "dtfm-skip", "--budget", "0")
     said = skippipe(*words).out
     assert "codecs: hops bf16; weight gradients fp32\n" in said
     found = re.search(r"to plan for those of 'skippipe job': (.*)", said)

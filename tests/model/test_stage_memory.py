@@ -32,8 +32,11 @@ def stage_of(shape: ModelShape, work: Workload | None = None, **options: Any) ->
     return StageStep(spec, range(shape.layers), OptimConfig(), ends=True, **options)
 
 
-def workload_of(shape: ModelShape, compute_dtype: str, checkpointing: bool = False) -> Workload:
-    return Workload(shape, 128, 2, 4, compute_dtype=compute_dtype, activation_checkpointing=checkpointing)
+def workload_of(
+    shape: ModelShape, compute_dtype: str, checkpointing: bool = False, *, tokens: int = 32, samples: int = 1
+) -> Workload:
+    """Small, for processors that take long for bf16."""
+    return Workload(shape, tokens, samples, 4, compute_dtype=compute_dtype, activation_checkpointing=checkpointing)
 
 
 def drawn(work: Workload) -> tuple[Tensor, Tensor]:
@@ -82,7 +85,7 @@ def test_what_a_microbatch_keeps_is_counted(shape: ModelShape, compute_dtype: st
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [SHAPE, SHAPES[2]], ids=["untied", "tied"])
 def test_what_the_head_needs_is_counted(shape: ModelShape, compute_dtype: str) -> None:
-    work = workload_of(shape, compute_dtype)
+    work = workload_of(shape, compute_dtype, tokens=128, samples=2)
     step, given = stage_of(shape, work), drawn(work)
     step.head(KEY, *given)
     assert peak_bytes(lambda: step.head(KEY, *given)) == pytest.approx(work._head_work_bytes(), rel=0.03)
@@ -103,7 +106,7 @@ def test_what_a_backward_pass_needs_is_counted(compute_dtype: str, checkpointing
 
 
 def test_a_head_in_pieces_is_the_same_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    work = workload_of(SHAPE, "fp32")
+    work = workload_of(SHAPE, "fp32", tokens=128, samples=2)
     hidden, labels = drawn(work)
     labels[0, 100:] = -100  # these do not count
     found = []
