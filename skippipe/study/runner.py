@@ -437,7 +437,7 @@ def run_study(
         print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
         raise SystemExit(130) from None
     if left():
-        why = "" if math.isinf(minutes) else f" or {minutes:g} minutes are too short for them"
+        why = "" if math.isinf(minutes) else f" or {minutes:.3g} minutes are too short for them"
         print(f"{left()} runs are left: other processes are at them{why}; the same command goes on with them")
     else:
         print(f"done; all {len(study.runs)} runs are in {results}")
