@@ -15,13 +15,13 @@ import argparse
 import subprocess
 import sys
 import time
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from skippipe.errors import UserError
 from skippipe.study.config import Study, load_study
-from skippipe.study.runner import LineProgress, chosen, done_runs, run_study
+from skippipe.study.runner import LineProgress, chosen, run_study, runs_left
+from skippipe.toml_config import read_toml
 
 STUDIES = Path(__file__).parent.parent / "studies"
 SLOWDOWN = {1: 1.0, 2: 1.7, 3: 2.4}
@@ -44,13 +44,12 @@ class Entry:
         return STUDIES / "results" / f"{Path(self.study).stem}.jsonl"
 
     def left(self) -> int:
-        """Runs that are not done."""
-        done = done_runs(self.results)
-        return sum(run.key not in done for run in self.load().runs)
+        return runs_left(self.load(), self.results)
 
 
-def read_queue(file: Path) -> list[Entry]:
-    return [Entry(**entry) for entry in tomllib.loads(file.read_text(encoding="utf-8"))["entry"]]
+@dataclass(frozen=True)
+class Queue:
+    entry: list[Entry]
 
 
 def show(entries: list[Entry]) -> None:
@@ -83,7 +82,7 @@ def main() -> None:
     parser.add_argument("--frozen", type=Path, default=Path("frozen"), help="folder of weights before healing")
     parser.add_argument("--ends-at", type=float, help=argparse.SUPPRESS)
     asked = parser.parse_args()
-    entries = read_queue(asked.queue)
+    entries = read_toml(Queue, asked.queue).entry
     if asked.action == "list":
         show(entries)
     elif asked.action == "work":

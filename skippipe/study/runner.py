@@ -322,6 +322,12 @@ def done_runs(results: Path) -> set[str]:
     return {result["key"] for result in read_results(results)}
 
 
+def runs_left(study: Study, results: Path) -> int:
+    """The number of runs whose results are not there."""
+    done = done_runs(results)
+    return sum(run.key not in done for run in study.runs)
+
+
 @contextmanager
 def claimed(results: Path, run: StudyRun) -> Iterator[bool]:
     """Whether this process is to do the run: it is not done, and no other process that writes to the same results is
@@ -426,19 +432,17 @@ def run_study(
     if not device.startswith("cpu") and not torch.cuda.is_available():
         raise UserError(f"--device: there is no '{device}' that torch could use here; use cpu")
 
-    def left() -> int:
-        done = done_runs(results)
-        return sum(run.key not in done for run in study.runs)
-
-    print(f"{study.name}: {left()} of {len(study.runs)} runs to do, on {device}", flush=True)
+    print(f"{study.name}: {runs_left(study, results)} of {len(study.runs)} runs to do, on {device}", flush=True)
     try:
         Runner(study, results, StudyDevice(device, compiled), progress, models, frozen, ends_at=ends_at).run()
     except KeyboardInterrupt:
-        print(f"stopped; {left()} runs are left, and the same command goes on with them", file=sys.stderr)
+        left = runs_left(study, results)
+        print(f"stopped; {left} runs are left, and the same command goes on with them", file=sys.stderr)
         raise SystemExit(130) from None
-    if left():
+    left = runs_left(study, results)
+    if left:
         why = "" if math.isinf(minutes) else f" or {minutes:.3g} minutes are too short for them"
-        print(f"{left()} runs are left: other processes are at them{why}; the same command goes on with them")
+        print(f"{left} runs are left: other processes are at them{why}; the same command goes on with them")
     else:
         print(f"done; all {len(study.runs)} runs are in {results}")
 
