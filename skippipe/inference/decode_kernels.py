@@ -74,9 +74,9 @@ class Tiles(NamedTuple):
 Product = tuple[int, int, bool]
 """Outputs, inputs, gated: then outputs are pairs."""
 TUNED: dict[Product, Tiles] = {
-    (6144, 2048, False): Tiles(32, 256, 1, 5, 4),
-    (2048, 2048, False): Tiles(16, 256, 1, 8, 4),
-    (5632, 2048, True): Tiles(32, 256, 1, 3, 4),
+    (6144, 2048, False): Tiles(16, 256, 1, 4, 4),
+    (2048, 2048, False): Tiles(16, 256, 1, 9, 4),
+    (5632, 2048, True): Tiles(32, 256, 1, 3, 2),
     (2048, 5632, False): Tiles(16, 256, 1, 8, 4),
     (50257, 2048, False): Tiles(64, 256, 1, 3, 4),
     (3072, 1024, False): Tiles(16, 256, 1, 5, 4),
@@ -99,7 +99,7 @@ class AttentionTiles(NamedTuple):
     """Have the cache brought to L2 while queries and key are made."""
 
 
-ATTENTION = AttentionTiles(64, 3, 8)
+ATTENTION = AttentionTiles(32, 6, 2)
 
 
 class Prepared(NamedTuple):
