@@ -5,8 +5,8 @@
 Each kernel runs over copies of its matrix that the caches cannot hold, one after another in one CUDA graph, so its time
 is that between two kernels of a step. Results are compared with torch's. 'Prepared': the kernel before has done the
 norm's work, as it does where kernels are `ahead`; a layer's tiles are chosen for that. Then all layers, with the
-best tiles found; 'early' and 'late': kernels start before the one before them has ended, as EARLY = 1 and 2 do. The
-last lines are for `TUNED` and `ATTENTION` in `decode_kernels.py`.
+best tiles found; 'early': kernels start before the one before them has ended. The last lines are for `TUNED` and
+`ATTENTION` in `decode_kernels.py`.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Bench:
         print(f"{shape.layers} layers: {1e6 * read_s:.0f} us to read their weights", flush=True)
         forms: dict[str, dict[str, Any]] = {"ahead": {"ahead": True}, "not ahead": {"ahead": False}}
         if self.device.type == "cuda":  # last: the least tried
-            forms |= {"ahead, late": {"ahead": True, "early": 2}, "ahead, early": {"ahead": True, "early": 1}}
+            forms |= {"ahead, early": {"ahead": True, "early": True}}
         ways: dict[str, Callable[[], Tensor]] = {
             f"best tiles, {name}": partial(ours, DecodeKernels(self.device, **form)) for name, form in forms.items()
         }

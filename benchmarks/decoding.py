@@ -195,9 +195,9 @@ def with_static_shapes(staged: StagedModel, asked: argparse.Namespace) -> None:
     ways: dict[str, dict[str, Any]] = {"static shapes": {}}
     if card:  # where its kernels cannot run, the first is as the last, after a warning
         ways = {
-            "static shapes, Triton, ahead": {"kernels": True, "ahead": True},
-            "static shapes, Triton": {"kernels": True, "ahead": False},
-            "static shapes, Triton, ahead, late": {"kernels": True, "ahead": True, "early": 2},
+            "static shapes, Triton, ahead": {"early": False},
+            "static shapes, Triton, ahead, early": {"early": True},
+            "static shapes, Triton": {"ahead": False, "early": False},
             "static shapes, compiled": {"compiled": True},
             "static shapes, not compiled": {"kernels": False},
         }

@@ -46,8 +46,10 @@ LINE = 64  # values of 2 bytes that a line of the cache holds
 FETCHED_LINES = 256  # that a program fetches before the kernel before it has ended
 SCRATCH = 2**22  # numbers
 ARRIVALS = 2**13
-EARLY = 0  # 1: start a kernel before the one before it has ended; 2: when that has read what it needs
-AHEAD = False  # a product with a residual does the work of the norm that follows it
+EARLY_BYTES = 50 * 2**20
+"""Of a layer, at most, where a kernel starts before the one before it has ended: what it fetches meanwhile must find
+room in the L2 cache."""
+AHEAD = True  # a product with a residual does the work of the norm that follows it
 SUPPORTED = torch.bfloat16, torch.float16
 failures: list[str] = []
 """Why kernels are not used in this process any more: each route has its own, and would wait for a compiler again."""
@@ -166,18 +168,21 @@ def _supported(weights: FusedLayer, settings: LayerSettings) -> bool:
 
 
 def kernels_for(
-    device: torch.device, layers: Iterable[Layer], *, early: int = EARLY, ahead: bool = AHEAD
+    device: torch.device, layers: Iterable[Layer], *, early: bool | None = None, ahead: bool = AHEAD
 ) -> DecodeKernels | None:
-    """None where they cannot run: no GPU with such tensor cores, no Triton, or one that does not load, layers of other
-    types or sizes, or kernels that have failed before."""
+    """`early` and `ahead`: as of `DecodeKernels`; early unless said where layers are small. None where they cannot run:
+    no GPU with such tensor cores, no Triton, or one that does not load, layers of other types or sizes, or kernels that
+    have failed before."""
     if device.type != "cuda" or torch.version.hip is not None or failures or find_spec("triton") is None:
         return None
     known = list(layers)
     major, _ = torch.cuda.get_device_capability(device)
     if major < 8 or not known or known[0][0].norm.dtype not in SUPPORTED or not supports(known):
         return None
+    if early is None:
+        early = max(sum(each.nbytes for each in weights if each is not None) for weights, _ in known) <= EARLY_BYTES
     try:
-        return DecodeKernels(device, early=early if major >= 9 else 0, ahead=ahead)
+        return DecodeKernels(device, early=early and major >= 9, ahead=ahead)
     except Exception as error:  # of whatever kind a package has that is too old, or lacks a part
         warn_unused(f"{type(error).__name__}: {error}")
         return None
@@ -186,8 +191,8 @@ def kernels_for(
 class DecodeKernels:
     """Launches the kernels; those of one object run one after another, as they share a scratch tensor."""
 
-    def __init__(self, device: torch.device, *, early: int = 0, ahead: bool = AHEAD) -> None:
-        """`early` and `ahead`: as EARLY and AHEAD."""
+    def __init__(self, device: torch.device, *, early: bool = False, ahead: bool = AHEAD) -> None:
+        """`early`: a kernel starts before the one before it has ended. `ahead`: as AHEAD."""
         from triton import language  # need not be there
 
         from skippipe.inference import triton_kernels
@@ -198,7 +203,7 @@ class DecodeKernels:
         self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         # the interpreter's products take bf16 for whole numbers
         self._squares = language.bfloat16 if device.type == "cuda" else language.float32
-        self._early = int(early)
+        self._early = early
         self._ahead = ahead
         self._options = {"launch_pdl": True} if early else {}
 

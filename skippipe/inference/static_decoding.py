@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from skippipe.inference.cached_stage import BatchRows, CachedStage, CacheFull, StageCache, StageChain, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.decode_kernels import AHEAD, EARLY, MOST_ROWS, DecodeKernels, agree, kernels_for, warn_unused
+from skippipe.inference.decode_kernels import AHEAD, MOST_ROWS, DecodeKernels, agree, kernels_for, warn_unused
 from skippipe.inference.engine import TokenByToken, rows_after
 from skippipe.inference.fused_layer import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
@@ -259,11 +259,11 @@ class StaticDecoder(TokenByToken):
         *,
         compiled: bool = False,
         kernels: bool = True,
-        early: int = EARLY,
+        early: bool | None = None,
         ahead: bool = AHEAD,
     ) -> None:
-        """`compiled` by torch.compile; else `kernels` of Triton where they can run, each started `early`, before the
-        one before it has ended."""
+        """`compiled` by torch.compile; else `kernels` of Triton where they can run; `early` and `ahead`: as of
+        `kernels_for`."""
         super().__init__(staged, subset, max(max_tokens, LEAST_TOKENS))
         self._static: StaticDecoding | None = None
         """None: a layer is of a kind that `fused_layers` does not know."""

@@ -10,7 +10,8 @@ by an integer, which the last one sets back to 0.
 
 `EARLY`: a kernel starts while the one before it still runs (programmatic dependent launch). Until `gdc_wait` returns,
 which is when the kernel before has ended, it may read nothing but weights: it fetches some of them into the L2 cache.
-1: the next kernel may start when all programs of this one have begun; 2: when they have read what they need.
+The next kernel may start when all programs of this one have read what they need; if it might when they have begun, both
+would be slower.
 """
 
 from __future__ import annotations
@@ -133,8 +134,6 @@ def product(
     known = tl.minimum(columns, OUTPUTS - 1)
     weights = weight + known[None, None, :] * INPUTS
     if EARLY:
-        if EARLY == 1:
-            tl.extra.cuda.gdc_launch_dependents()
         lines = tl.minimum(start + LINE * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
         _fetch(weight + known[None, :] * INPUTS + lines)
         if GATED:
@@ -176,7 +175,7 @@ def product(
             else:
                 second = tl.load(weights + OUTPUTS * INPUTS + at[:, :, None], mask=(at < INPUTS)[:, :, None], other=0.0)
             up = tl.dot(values, second, up)
-    if EARLY == 2:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     total, up = tl.sum(total, 0), tl.sum(up, 0)
     if GIVEN:  # noqa: SIM108 — Triton compiles one of the two only if they are statements
@@ -286,8 +285,6 @@ def attention(
     dim, query_row = tl.arange(0, WIDTH), tl.arange(0, ROWS)
     inside, real = dim < DIM, query_row < group
     if EARLY:
-        if EARLY == 1:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot, position = tl.load(slots + row), tl.load(positions + row)
     # nothing of these depends on the position: they are read while it is
@@ -339,7 +336,7 @@ def attention(
         total = tl.dot(shares.to(dtype), old_values, total * faded[:, None])
         highest = higher
 
-    if EARLY == 2:
+    if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     heads = head * group + query_row
     place = out + row * (HEADS * DIM) + heads[:, None] * DIM + dim[None, :]

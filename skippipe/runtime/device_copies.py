@@ -2,8 +2,9 @@
 
 On a GPU each direction has a stream and a thread of its own, and host memory is pinned: torch keeps what was pinned and
 uses it again. What a task has made is encoded on the device, and copied while the next task runs; what came is copied
-when it comes, and decoded on the device when its task runs. The thread that computes waits for an event only: the end
-of its task. On a CPU there is nothing to copy.
+when it comes, and decoded on the device when its task runs. To pinned memory it is copied in pieces by several threads,
+as that takes one of them longer than all the rest takes the device. The thread that computes waits for an event only:
+the end of its task. On a CPU there is nothing to copy.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from skippipe.codecs import CODECS, Buffer, EncodedTensor, decode, encode
 from skippipe.runtime.node.copies import TO_DEVICE, TO_HOST, Copy, MovingTensor
 
 MOST_AHEAD = 4  # tensors that came and are on the device before their tasks: their memory is in no plan
+PIECE_BYTES = 2**22  # to pinned memory at once: a piece is on its way to the device while others follow
+PINNING_THREADS = 4
 
 
 class Copies(Protocol):
@@ -72,6 +75,7 @@ class BackgroundCopies:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]  # type: ignore[no-untyped-call]
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("to-device", "to-host")]
         """A thread for each direction; they end when nothing refers to them any more."""
+        self._pinning = ThreadPoolExecutor(PINNING_THREADS, thread_name_prefix="to-pinned")
         self._ahead: weakref.WeakSet[Copy] = weakref.WeakSet()
         """Copies to this device, not to another one of the node, that have not been used."""
 
@@ -126,10 +130,14 @@ class BackgroundCopies:
 
     def _bring(self, data: Buffer, copy: Copy, *, wait: bool = True) -> None:
         copy.begin()
-        here = torch.empty(len(data), dtype=torch.uint8, pin_memory=self._cuda)
-        np.copyto(here.numpy(), np.frombuffer(data, np.uint8))  # other threads run meanwhile
+        came, here = np.frombuffer(data, np.uint8), torch.empty(len(data), dtype=torch.uint8, pin_memory=self._cuda)
+        cuts = [slice(at, at + PIECE_BYTES) for at in range(0, len(came), PIECE_BYTES)]
+        pieces = [self._pinning.submit(np.copyto, here.numpy()[cut], came[cut]) for cut in cuts]
         with self._stream(TO_DEVICE):
-            raw = here.to(self._device, non_blocking=True)
+            raw = torch.empty(here.shape, dtype=torch.uint8, device=self._device)
+            for cut, piece in zip(cuts, pieces, strict=True):
+                piece.result()
+                raw[cut].copy_(here[cut], non_blocking=True)
             there = self._event()
         copy.arrive((raw, there))
         if there is not None and wait:

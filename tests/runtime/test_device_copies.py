@@ -13,6 +13,7 @@ from skippipe.codecs import CODECS, EncodedTensor, decode, encode
 from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runs.records import recorded_of
+from skippipe.runtime import device_copies
 from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.device_copies import MOST_AHEAD, BackgroundCopies, DirectCopies
 from skippipe.runtime.node.copies import TO_DEVICE, TO_HOST, Copy, MovingTensor, Outbox
@@ -28,7 +29,8 @@ HOP = Hop(0, 0, 0, 1)
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_bytes_and_values_are_those_of_a_copy_that_is_waited_for(codec: str) -> None:
+def test_bytes_and_values_are_those_of_a_copy_that_is_waited_for(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_copies, "PIECE_BYTES", 256)
     values = torch.randn(3, 5, 100, generator=torch.Generator().manual_seed(0))
     direct, beside = DirectCopies(), BackgroundCopies("cpu")
     expected, found = direct.encode(values, codec), beside.encode(values, codec)
