@@ -191,8 +191,9 @@ def kernels_for(
 class DecodeKernels:
     """Launches the kernels; those of one object run one after another, as they share a scratch tensor."""
 
-    def __init__(self, device: torch.device, *, early: bool = False, ahead: bool = AHEAD) -> None:
-        """`early`: a kernel starts before the one before it has ended. `ahead`: as AHEAD."""
+    def __init__(self, device: torch.device, *, early: bool = False, ahead: bool = AHEAD, fetch: bool = True) -> None:
+        """`early`: a kernel starts before the one before it has ended, and if it is to `fetch`, has some of its weights
+        brought to the cache meanwhile. `ahead`: as AHEAD."""
         from triton import language  # need not be there
 
         from skippipe.inference import triton_kernels
@@ -203,7 +204,7 @@ class DecodeKernels:
         self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         # the interpreter's products take bf16 for whole numbers
         self._squares = language.bfloat16 if device.type == "cuda" else language.float32
-        self._early = early
+        self._early, self._fetch = early, fetch
         self._ahead = ahead
         self._options = {"launch_pdl": True} if early else {}
 
@@ -295,7 +296,8 @@ class DecodeKernels:
             OUTPUTS=outputs, INPUTS=inputs, NORM=gain is not None, GATED=gated, BIAS=bias is not None,
             RESIDUAL=residual is not None, COLUMNS=tiles.columns, INNER=tiles.inner, SLICES=tiles.warps,
             SQUARES=self._squares, SPLITS=tiles.splits, STEPS=tiles.steps(inputs), STAGES=tiles.stages,
-            FETCHED=fetched_lines(tiles, inputs, gated), EARLY=self._early, num_warps=tiles.warps, **self._options,
+            FETCHED=fetched_lines(tiles, inputs, gated) if self._fetch else 0, EARLY=self._early,
+            num_warps=tiles.warps, **self._options,
         )  # fmt: skip
         return out
 

@@ -134,10 +134,11 @@ def product(
     known = tl.minimum(columns, OUTPUTS - 1)
     weights = weight + known[None, None, :] * INPUTS
     if EARLY:
-        lines = tl.minimum(start + LINE * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
-        _fetch(weight + known[None, :] * INPUTS + lines)
-        if GATED:
-            _fetch(weight + (OUTPUTS + known)[None, :] * INPUTS + lines)
+        if FETCHED:
+            lines = tl.minimum(start + LINE * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
+            _fetch(weight + known[None, :] * INPUTS + lines)
+            if GATED:
+                _fetch(weight + (OUTPUTS + known)[None, :] * INPUTS + lines)
         tl.extra.cuda.gdc_wait()
     real = (row < rows)[:, None] & (columns < OUTPUTS)[None, :]
     kept = tl.zeros((ROWS, COLUMNS), tl.float32)
