@@ -66,10 +66,10 @@ NEAR: dict[str, list[tuple[int, int, int, int, int]]] = {
     ],
 }  # fmt: skip
 ATTENTION_TILES = [
-    AttentionTiles(64, 3, 8), AttentionTiles(64, 4, 4), AttentionTiles(64, 4, 8), AttentionTiles(64, 3, 4, 2),
-    AttentionTiles(32, 6, 4), AttentionTiles(32, 4, 4, 2), AttentionTiles(64, 4, 8, fetched=False),
-    AttentionTiles(128, 3, 8), AttentionTiles(64, 2, 8, 2), AttentionTiles(32, 6, 2), AttentionTiles(32, 4, 4, 4),
-    AttentionTiles(64, 3, 4),
+    AttentionTiles(32, 6, 2), AttentionTiles(256, 1, 8), AttentionTiles(256, 1, 4), AttentionTiles(32, 8, 2),
+    AttentionTiles(32, 6, 2, fetched=False), AttentionTiles(64, 4, 2), AttentionTiles(128, 2, 4),
+    AttentionTiles(16, 8, 1), AttentionTiles(32, 6, 1), AttentionTiles(128, 2, 4, fetched=False),
+    AttentionTiles(64, 3, 8), AttentionTiles(64, 3, 2),
 ]  # fmt: skip
 
 
