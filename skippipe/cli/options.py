@@ -147,6 +147,17 @@ ReplicaDevices = Annotated[
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
 
 
+def check_paths(checkpoint: Path, *texts: str) -> None:
+    """UserError unless the model and these texts are there: to be called before torch is imported, which takes
+    seconds."""
+    from skippipe.checkpoint.locate import find_checkpoint
+    from skippipe.data.documents import check_found
+
+    find_checkpoint(checkpoint)
+    for each in texts:
+        check_found(each)
+
+
 def one_folder(argument: Path | None, option: Path | None) -> Path:
     """The output folder, given as an argument or as an option."""
     if argument is not None and option is not None:
