@@ -91,6 +91,7 @@ def test_the_codec_on_hops_is_named_wherever_numbers_are(
     for wire in ("int4", None):
         assert run(monkeypatch, *common, *(["--wire", wire] if wire else [])) == 0
         printed = capsys.readouterr().out
+        assert ("Subsets, with codec int4 between stages" in printed) == bool(wire), "the table itself"
         assert json.loads(out["json"].read_text())["wire"] == wire
         for shown in (printed, titles.pop(), out["html"].read_text().split("<body>")[1].split("<script")[0]):
             assert ("codec int4" in shown) == bool(wire)
