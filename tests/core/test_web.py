@@ -142,3 +142,29 @@ def test_a_server_that_gets_a_signal_ends_in_order_and_says_that_it_was_interrup
         for each, handler in before.items():
             signal.signal(each, handler)
     assert not server.started or not server.servers[0].is_serving()
+
+
+def test_answers_that_take_too_long_are_cancelled_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "DRAIN_S", 0.1)
+    application = FastAPI()
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    @application.get("/")
+    async def answer() -> str:
+        begun.set()
+        await cancelled.wait()
+        return "cancelled"
+
+    async def ask_and_stop(listening: socket.socket) -> bytes:
+        server = web.server(application, "127.0.0.1", 0, cancelled.set)
+        serving = asyncio.create_task(server.serve([listening]))
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        await begun.wait()
+        server.should_exit = True
+        await serving
+        writer.close()
+        return await reader.read()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert asyncio.run(asyncio.wait_for(ask_and_stop(listening), 10)).endswith(b'"cancelled"')
