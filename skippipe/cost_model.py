@@ -122,21 +122,22 @@ def cost_model_of(
 ) -> CostModel:
     """The cost model of a workload, split into stages of these layers, on a cluster; `same_links` is another one of the
     same cluster and workload."""
-    speed = [node.flops_per_s for node in cluster.nodes]
+    speed = np.array([node.flops_per_s for node in cluster.nodes], dtype=np.float64)
 
-    def task_ns(flops: float, speed: float) -> int:
-        return max(1, round(min(flops / speed * 1e9, NEVER_NS)))  # not 0: a task ends after it starts
+    def stage_by_node(flops_of_stage: Sequence[float]) -> Ints:
+        task_ns = np.array(flops_of_stage, dtype=np.float64)[:, None] / speed * 1e9
+        found: Ints = np.rint(np.clip(task_ns, 1, NEVER_NS)).astype(np.int64)  # not 0: a task ends after it starts
+        return found
 
-    def stage_by_node(flops_of_stage: list[float]) -> Ints:
-        return np.array([[task_ns(flops, s) for s in speed] for flops in flops_of_stage], dtype=np.int64)
-
-    forward = [float(workload.forward_flops(k)) for k in layers]
-    step = [float(workload.optimizer_flops(stage, k)) for stage, k in enumerate(layers)]
+    forward = [workload.forward_flops(k) for k in layers]
+    step = [workload.optimizer_flops(stage, k) for stage, k in enumerate(layers)]
     gradients_ns = stage_by_node([workload.backward_flops(k, recomputing=False) for k in layers])
-    rooms = np.array(
-        [[room_of(node, workload, stage, k) for node in cluster.nodes] for stage, k in enumerate(layers)],
-        dtype=np.int64,
-    )
+    kinds = [(node.memory_bytes, node.devices, node.device_mode) for node in cluster.nodes]
+    alike = dict(zip(kinds, cluster.nodes, strict=True))  # most clusters have many nodes of few kinds
+    room_by_kind = [
+        {kind: room_of(node, workload, stage, k) for kind, node in alike.items()} for stage, k in enumerate(layers)
+    ]
+    rooms = np.array([[rooms[kind] for kind in kinds] for rooms in room_by_kind], dtype=np.int64)
     links = {name: getattr(same_links, name) for name in LINK_FIELDS} if same_links else _links(cluster, workload)
     return CostModel(
         layers=layers,
@@ -144,7 +145,7 @@ def cost_model_of(
         backward_ns=stage_by_node([workload.backward_flops(k) for k in layers]),
         weight_ns=np.maximum(1, np.rint(workload.trained_share * gradients_ns).astype(np.int64)),
         optimizer_ns=stage_by_node(step) + _device_sum_ns(cluster, workload, layers, rooms[..., 1]),
-        head_ns=np.array([task_ns(workload.head_flops(layers[0]), s) for s in speed], dtype=np.int64),
+        head_ns=stage_by_node([workload.head_flops(layers[0])])[0],
         slots=rooms[..., 0].copy(),
         workers=rooms[..., 1].copy(),
         gradient_rounds=tuple(workload.gradient_rounds(stage, k) for stage, k in enumerate(layers)),

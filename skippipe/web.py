@@ -19,6 +19,8 @@ from skippipe.errors import UserError, require
 from skippipe.transport.addresses import is_loopback
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import uvicorn
     from fastapi import FastAPI
 
@@ -143,6 +145,7 @@ def check_installed(*more: str) -> None:
 
 def server(application: FastAPI, host: str, port: int, cancel: Callable[[], None] = lambda: None) -> uvicorn.Server:
     """A server for the application's event loop: `await server(…).serve()` runs it, `should_exit = True` stops it.
+    Ctrl-C and SIGTERM stop it, too, and then raise KeyboardInterrupt.
 
     Answers that are not complete then get `DRAIN_S`; after that `cancel` is called, which has to end them.
     """
@@ -150,6 +153,18 @@ def server(application: FastAPI, host: str, port: int, cancel: Callable[[], None
     import uvicorn
 
     class Server(uvicorn.Server):
+        interrupted = False
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            self.interrupted = True
+            super().handle_exit(sig, frame)
+
+        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().serve(sockets)
+            # uvicorn raises the signal again; in the background of a script, a shell has SIGINT ignored from the start
+            if self.interrupted:
+                raise KeyboardInterrupt
+
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             deadline = asyncio.get_running_loop().call_later(DRAIN_S, cancel)
             await super().shutdown(sockets)

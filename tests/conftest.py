@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from hypothesis import settings
@@ -22,9 +23,19 @@ from tests.helpers.processes import Command, CommandResult
 settings.register_profile("untimed", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("untimed")
 
-LONG_FILES = ("test_recovery.py", "test_run.py", "test_serve.py", "test_profile.py", "test_launch.py", "test_exact.py")
-"""Half a minute or more, most of them because they start many processes: begun first, so that no worker is left with
-one."""
+PROCESS_FILES = (
+    "test_recovery.py",
+    "test_run.py",
+    "test_serve.py",
+    "test_profile.py",
+    "test_launch.py",
+    "test_mixed_codecs.py",
+    "test_fork_server.py",
+)
+"""They fork processes from one that has imported torch (`FORKED`). One worker has them all: every other one would need
+such a process of its own, and that takes as long as a dozen tests."""
+LONG_FILES = (*PROCESS_FILES, "test_exact.py")
+"""Half a minute or more: begun first, so that no worker is left with one."""
 
 
 def pytest_configure() -> None:
@@ -38,6 +49,23 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in LONG_FILES)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object | None:
+    """With `--dist loadfile`, a worker gets a file at a time, or all that fork processes."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    scheduling: Any = LoadFileScheduling(config, log)
+    scheduling._split_scope = _scope
+    return cast(object, scheduling)
+
+
+def _scope(nodeid: str) -> str:
+    file = nodeid.split("::", 1)[0]
+    return "processes" if Path(file).name in PROCESS_FILES else file
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

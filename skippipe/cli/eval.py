@@ -26,6 +26,7 @@ from skippipe.cli.options import (
     ResidualScaleOrBest,
     SeveralKeep,
     SeveralStages,
+    check_paths,
     option,
     part_option,
     work_option,
@@ -106,8 +107,10 @@ def evaluate(
     for path in files:
         check_output(path, overwrite=overwrite)
     check_draws(draws, keep, 10)
+    check_paths(checkpoint, *text)
+    from skippipe.checkpoint.locate import locate_checkpoint
     from skippipe.data.tokenizer import TextTokenizer
-    from skippipe.inference.checkpoint_loader import load_replicas, locate_checkpoint
+    from skippipe.inference.checkpoint_loader import load_replicas
     from skippipe.inference.eval.evaluate import Selection
     from skippipe.inference.eval.evaluate import evaluate as evaluated
     from skippipe.inference.eval.perplexity import Windows, beginning_of, default_context, labels, open_text
@@ -223,6 +226,7 @@ def score(
     if write and not overwrite:
         check_empty(write, "--overwrite replaces what is written; or name another folder")
     check_draws(draws, keep, 1)
+    check_paths(checkpoint, text)
     from skippipe.data.questions import Prose
     from skippipe.inference.checkpoint_loader import load_replicas
     from skippipe.lm_harness.adapter import SubsetLM

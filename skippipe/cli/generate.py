@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from skippipe.cli.options import Checkpoint, Cut, Devices, Dtype, Keep, ResidualScale, Stages, option, work_option
+from skippipe.cli.options import (
+    Checkpoint,
+    Cut,
+    Devices,
+    Dtype,
+    Keep,
+    ResidualScale,
+    Stages,
+    check_paths,
+    option,
+    work_option,
+)
 from skippipe.errors import UserError
 from skippipe.value_ranges import CONTEXT, SEED, Range
 
@@ -110,6 +121,7 @@ def generate(
         raise UserError(
             "--top-p 0 leaves no token to sample: give a share above 0, or --temperature 0 for the likeliest"
         )
+    check_paths(checkpoint)
     texts = [_read(prompt) for prompt in prompts or [""]]
     from skippipe.inference.cached_stage import convert
     from skippipe.inference.checkpoint_loader import load

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli.options import Json
+from skippipe.cli.options import Json, Number, parse_number
 from skippipe.errors import UserError
 from skippipe.json_fields import exists
 from skippipe.value_ranges import WAIT_S, Range
@@ -254,12 +254,17 @@ def relay(
     chosen = _with_remembered(mine, path, invitation, given)
     where = chosen.get("join", ",".join(mine.addresses))
     coordinator = _coordinator(mine, path, where, "relay")
+
+    def number(kind: type[Number], name: str, within: Range, default: Number) -> Number:
+        """One that was given is checked already; the file may have been edited."""
+        return parse_number(kind, chosen[name], within, f"{path}: options.{name}") if name in chosen else default
+
     limits = RelayLimits(
-        1e6 * float(chosen.get("rate", inf)),
-        1e6 * float(chosen.get("node_rate", inf)),
-        int(chosen.get("streams", MAX_STREAMS)),
-        int(chosen.get("node_streams", MAX_NODE_STREAMS)),
-        float(chosen.get("idle", MAX_IDLE_S)),
+        1e6 * number(float, "rate", RATE_MB, inf),
+        1e6 * number(float, "node_rate", RATE_MB, inf),
+        number(int, "streams", STREAMS, MAX_STREAMS),
+        number(int, "node_streams", STREAMS, MAX_NODE_STREAMS),
+        number(float, "idle", IDLE_S, MAX_IDLE_S),
     )
     listen, address = chosen.get("listen", RELAY_PORT), chosen.get("address")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

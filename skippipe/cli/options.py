@@ -44,6 +44,7 @@ PIPELINE, WORKLOAD, SEARCH = "Pipeline", "Workload", "Search"
 PART, WORK, NODES = "Part of the model", "Work", "Nodes"
 LONGEST_SHOWN = 30  # characters of what is refused
 Config = TypeVar("Config")
+Number = TypeVar("Number", int, float)
 
 
 def option(panel: str, help: str, default: str | None = None, *names: str, **more: Any) -> Any:
@@ -145,6 +146,17 @@ ReplicaDevices = Annotated[
     ),
 ]
 Dtype = Annotated[Literal["fp32", "bf16"], work_option("What it is computed in.")]
+
+
+def check_paths(checkpoint: Path, *texts: str) -> None:
+    """UserError unless the model and these texts are there: to be called before torch is imported, which takes
+    seconds."""
+    from skippipe.checkpoint.locate import find_checkpoint
+    from skippipe.data.documents import check_found
+
+    find_checkpoint(checkpoint)
+    for each in texts:
+        check_found(each)
 
 
 def one_folder(argument: Path | None, option: Path | None) -> Path:
@@ -319,21 +331,23 @@ def _checked(name: str, hint: Any) -> Any:
     shown = copy.copy(next(note for note in get_args(hint) if isinstance(note, OptionInfo)))
     place = next((each for each in shown.param_decls or () if each.startswith("--")), f"--{name.replace('_', '-')}")
 
-    def read(given: str) -> float:
-        try:
-            found: float = number(given)
-        except ValueError:
-            kind = "whole number" if number is int else "number"
-            shortened = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}…"
-            raise UserError(f"{place}: '{shortened}' is not a {kind}; give {within}") from None
-        within.check(found, place)
-        return found
-
-    shown.parser = read
+    shown.parser = partial(parse_number, number, within=within, place=place)
     limits = f"{number_text(within.least)} or more" if within.most == LARGEST else str(within)
     shown.help = f"{shown.help} {limits.capitalize()}."
     shown.metavar = shown.metavar or ("INTEGER" if number is int else "NUMBER")
     return Annotated[get_args(hint)[0], shown]
+
+
+def parse_number(number: type[Number], given: str, within: Range, place: str) -> Number:
+    """The number that a text says; UserError if it is none, or out of range."""
+    try:
+        found = number(given)
+    except ValueError:
+        kind = "whole number" if number is int else "number"
+        shortened = given if len(given) <= LONGEST_SHOWN else f"{given[:LONGEST_SHOWN]}…"
+        raise UserError(f"{place}: '{shortened}' is not a {kind}; give {within}") from None
+    within.check(found, place)
+    return found
 
 
 def with_given(config: Config, /, **given: Any) -> Config:

@@ -14,7 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skippipe import __version__
-from skippipe.cli.options import Checkpoint, Cut, Devices, Dtype, Keys, nodes_option, option, part_option, work_option
+from skippipe.cli.options import (
+    Checkpoint,
+    Cut,
+    Devices,
+    Dtype,
+    Keys,
+    check_paths,
+    nodes_option,
+    option,
+    part_option,
+    work_option,
+)
 from skippipe.codecs import CodecId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
@@ -127,7 +138,9 @@ def serve(
         raise UserError("--listen: is for nodes that join, and needs --keys; without it they are started here")
     if logs is not None and keys is not None:
         raise UserError("--logs: is for nodes of this machine, and with --keys they join from others: leave one out")
+    check_paths(checkpoint)
     from skippipe import web
+    from skippipe.planner.problem_spec import cluster_named
     from skippipe.serving.scheduler import ServingSettings
     from skippipe.transport.addresses import is_loopback
 
@@ -152,26 +165,27 @@ def serve(
         wait_timeout=timedelta(seconds=patience),
         grace=timedelta(seconds=grace),
     )
+    known = cluster_named(cluster)[0] if cluster else None
+    names = _names(known, keys)
     print(f"skippipe {__version__} starts to serve {checkpoint}", file=sys.stderr, flush=True)  # torch takes a while
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
     from skippipe.inference.checkpoint_loader import fingerprint, read_outline
     from skippipe.model.model_spec import parse_devices
-    from skippipe.planner.problem_spec import cluster_named
     from skippipe.serving.launcher import ServeApp, ServeConfig
     from skippipe.serving.node import ServingConfig
-    from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages
+    from skippipe.serving.routing import ClusterCost, UniformCost, assign_stages, local_node_names
 
     if keys is None:
         parse_devices(device)
     outline = read_outline(checkpoint, cut)
-    model_config, layers, known = outline.spec.config, outline.layers, cluster_named(cluster)[0] if cluster else None
+    model_config, layers = outline.spec.config, outline.layers
     max_context = context or model_config.max_position_embeddings
     node_config = ServingConfig(
         checkpoint=str(outline.place.resolve()),
         layers=layers,
-        stage_of=assign_stages(_names(len(layers), nodes, known, keys), len(layers)),
+        stage_of=assign_stages(local_node_names(len(layers), nodes) if names is None else names, len(layers)),
         vocabulary=model_config.vocab_size,
         fingerprint=fingerprint(outline.place),
         device=device,
@@ -231,14 +245,12 @@ def _floor(text: str) -> Fraction:
     return parse_share(text, "--floor")
 
 
-def _names(stages: int, nodes: int | None, cluster: Cluster | None, keys: Path | None) -> list[str]:
-    """Names of the nodes, in the order in which they get stages."""
+def _names(cluster: Cluster | None, keys: Path | None) -> list[str] | None:
+    """Names of the nodes, in the order in which they get stages, as far as files have them; None: no file has."""
     if cluster is not None:
         return [node.name for node in cluster.nodes]
-    if keys is not None:
-        from skippipe.transport.keys import PeerList
+    if keys is None:
+        return None
+    from skippipe.transport.keys import PeerList
 
-        return PeerList.load(keys / "peers.json").expected(time.time())
-    from skippipe.serving.routing import local_node_names
-
-    return local_node_names(stages, nodes)
+    return PeerList.load(keys / "peers.json").expected(time.time())

@@ -18,6 +18,7 @@ from skippipe.cli.options import (
     Json,
     OutputFolder,
     Overwrite,
+    check_paths,
     one_folder,
     option,
     part_option,
@@ -421,6 +422,7 @@ def heal(
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # or transformers draws a bar for every folder that it loads
     check_empty(output)
+    check_paths(model, *data, *([held_out] if held_out else []))
     from skippipe.study.healing import HealSettings
     from skippipe.study.healing import heal as healed
 

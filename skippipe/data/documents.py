@@ -92,17 +92,24 @@ class TextSource:
             raise UserError(f"{self.place}: there is no text in it; name another file")
 
 
-def source(name: str | Path) -> TextSource:
-    """A text that the package carries, by its name ("classics"), a dataset on the hub ("hf:NAME"), or a file."""
+def check_found(name: str | Path) -> None:
+    """UserError unless this names a text that the package carries, a dataset on the hub, or a file or folder that is
+    there."""
     if str(name).startswith(HUB):
         check_hub_name(str(name))
+    elif name not in BUILT_IN and not exists(Path(name)):
+        known = ", ".join(f"'{each}'" for each in BUILT_IN)
+        raise UserError(f"{name}: no such text file; name one that is there, a dataset as {HUB}NAME, or one of {known}")
+
+
+def source(name: str | Path) -> TextSource:
+    """A text that the package carries, by its name ("classics"), a dataset on the hub ("hf:NAME"), or a file."""
+    check_found(name)
+    if str(name).startswith(HUB):
         return TextSource(str(name))
     path = Path(name)
     if name in BUILT_IN:
         path = Path(str(resources.files("skippipe").joinpath("data", BUILT_IN[str(name)])))
-    if not exists(path):
-        known = ", ".join(f"'{each}'" for each in BUILT_IN)
-        raise UserError(f"{path}: no such text file; name one that is there, a dataset as {HUB}NAME, or one of {known}")
     has_records(path)  # or it is of a kind that is not read
     with opened(path) as file:
         digest, size = file_digest(file, "sha256").hexdigest(), file.tell()

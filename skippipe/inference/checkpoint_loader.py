@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.checkpoint.adapters import base_of, read_base
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges
-from skippipe.checkpoint.format import MANIFEST, Checkpoints, check_file, read_manifest, verified
+from skippipe.checkpoint.format import MANIFEST, check_file, read_manifest, verified
+from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError, first_line
-from skippipe.json_fields import exists
 from skippipe.model.lora import A, B, merged
-from skippipe.model.model_files import INDEX, check_model_folder, weight_map_of
+from skippipe.model.model_files import check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
 from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns, layer_ranges
-from skippipe.runs.tail import model_run_id, run_id_of
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
 
 _Language: Any = AutoModelForCausalLM  # untyped
 _Tokenizer: Any = AutoTokenizer
 WEIGHTS = ".weights.safetensors"  # suffix of a checkpoint's files with weights
-BUILT_IN = ("austen",)  # models that come with the package
 PROBES, PROBE_BYTES = 16, 2**16  # parts of a file of weights that its fingerprint is made of
 
 
@@ -181,34 +178,6 @@ def fingerprint(place: Path) -> str:
                 opened.seek(probe * max(0, size - PROBE_BYTES) // (PROBES - 1))
                 digest.update(opened.read(PROBE_BYTES))
     return digest.hexdigest()
-
-
-def built_in(checkpoint: Path) -> Path:
-    """The folder of a model that comes with the package, if this is its name and no folder has that name; else as it
-    is."""
-    if str(checkpoint) in BUILT_IN and not exists(checkpoint):
-        return Path(str(files("skippipe").joinpath("resources", str(checkpoint))))
-    return checkpoint
-
-
-def locate_checkpoint(checkpoint: Path) -> Path:
-    """A checkpoint or a Hugging Face folder itself; of a run's output folder, its newest checkpoint or its model."""
-    checkpoint = built_in(checkpoint)
-    if not exists(checkpoint):
-        raise UserError(f"{checkpoint}: no such folder; '{BUILT_IN[0]}' is a model that is built in")
-    checkpoints = Checkpoints.of_run(checkpoint)
-    for place in (checkpoint, *checkpoints.complete()[:1], checkpoint / "model"):
-        if (place / MANIFEST).is_file() or (place / "config.json").is_file():
-            if place != checkpoint:
-                checkpoints.warn_of_others()
-                if (place / INDEX).is_file() and run_id_of(checkpoint) not in (None, model_run_id(place)):
-                    raise UserError(
-                        f"{place}: is the model of another run than {checkpoint}; name {place} if it is what you want"
-                    )
-            return place
-    raise UserError(
-        f"{checkpoint}: neither a checkpoint, nor a run's output folder, nor a Hugging Face folder with a config.json"
-    )
 
 
 def layers_of(cut: str, spec: ModelSpec) -> tuple[int, ...]:

@@ -202,7 +202,8 @@ class ModelSpec:
     def _initialised(self, module: nn.Module, part: str) -> nn.Module:
         digest = sha256(f"{self.seed}/{part}".encode()).digest()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            # torch.manual_seed would seed other devices too: until they are used, it keeps a stack trace for each call.
+            torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             for each in module.modules():
                 self.skeleton._init_weights(each)
         return module

@@ -292,8 +292,9 @@ ROLES: Roles = {SERVING: serving_role}
 
 
 def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConfig) -> ServingExecutor:
+    from skippipe.checkpoint.locate import built_in
     from skippipe.inference.cached_stage import convert_stage
-    from skippipe.inference.checkpoint_loader import built_in, fingerprint, load_stage, read_outline
+    from skippipe.inference.checkpoint_loader import fingerprint, load_stage, read_outline
     from skippipe.model.spread_layers import SpreadLayers, inference_devices, weight_bytes
     from skippipe.serving.executor import ServingExecutor
 

@@ -99,7 +99,7 @@ def test_compare_all_strategies(skippipe: Command, tmp_path: Path) -> None:
 
 
 def test_sweep_over_skip_ratios(skippipe: Command) -> None:
-    rows = skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "0.1", "--json").json
+    rows = skippipe("sweep", "five-sites:9", "-s", "4", "--budget", "0", "--json").json
     assert [row["visited"] for row in rows] == [4, 3, 2]
     assert rows[0]["ratio"] == 1
     assert rows[2]["skipped"] == pytest.approx(0.5)

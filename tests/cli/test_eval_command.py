@@ -14,7 +14,6 @@ import torch
 from skippipe.cli import main
 from skippipe.data.prepare import prepare
 from skippipe.inference.checkpoint_loader import load
-from skippipe.inference.eval import plots
 from skippipe.inference.eval.perplexity import BatchLosses, Windows
 from skippipe.inference.eval.tables import number
 from tests.helpers.exact_training import FULL, plan_of
@@ -84,13 +83,14 @@ def test_the_codec_on_hops_is_named_wherever_numbers_are(
     folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     titles: list[str] = []
-    monkeypatch.setattr(plots, "write_png", lambda _found, title, _path: titles.append(title))
+    monkeypatch.setattr("skippipe.inference.eval.plots.write_png", lambda _found, title, _path: titles.append(title))
     out = {kind: tmp_path / f"out.{kind}" for kind in ("json", "png", "html")}
     files = [word for kind, path in out.items() for word in (f"--{kind}", path)]
     common = [folder, "--text", text, "--tokens", 64, "--context", 32, "--overwrite", *files]
     for wire in ("int4", None):
         assert run(monkeypatch, *common, *(["--wire", wire] if wire else [])) == 0
         printed = capsys.readouterr().out
+        assert ("Subsets, with codec int4 between stages" in printed) == bool(wire), "the table itself"
         assert json.loads(out["json"].read_text())["wire"] == wire
         for shown in (printed, titles.pop(), out["html"].read_text().split("<body>")[1].split("<script")[0]):
             assert ("codec int4" in shown) == bool(wire)

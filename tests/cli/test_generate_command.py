@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.cli import main
 from skippipe.errors import UserError
-from skippipe.inference.checkpoint_loader import load, locate_checkpoint
+from skippipe.inference.checkpoint_loader import load
 from skippipe.inference.engine import GenerationEngine, TokenByToken
 from skippipe.inference.request import GenerationRequest, SamplingParams, TokenOutput
 from skippipe.stage_subset import StageSubset

@@ -84,6 +84,43 @@ def test_the_shell_completes(shell: str, asked: dict[str, str], offered: set[str
     assert {row.split("\t")[0] for row in said.split()[: len(offered)]} == offered
 
 
+WITHOUT_TORCH = """
+import sys
+from skippipe.cli import main
+
+sys.modules["torch"] = sys.modules["transformers"] = None
+for words in sys.argv[1:]:
+    sys.argv = ["skippipe", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print(end.code, file=sys.stderr)
+"""
+
+
+def test_a_path_that_is_not_there_is_noticed_before_torch_is_imported() -> None:
+    model, text = "nowhere: no such folder; 'austen' is", "nowhere.txt: no such text file; name one"
+    said = {
+        "generate nowhere Emma": model,
+        "eval nowhere --text classics-val": model,
+        "eval austen --text nowhere.txt": text,
+        "score nowhere --text classics-val": model,
+        "score austen --text nowhere.txt": text,
+        "serve nowhere": model,
+        "serve austen --cluster nowhere.json": "cluster 'nowhere.json': no such file",
+        "serve austen --keys nowhere": "nowhere/peers.json: ",
+        "heal nowhere --data classics -o out": model,
+        "heal austen --data nowhere.txt -o out": text,
+        "heal austen --data classics --held-out nowhere.txt -o out": text,
+        "generate tests Emma": "tests: neither a checkpoint, nor",
+    }
+    line = [sys.executable, "-c", WITHOUT_TORCH, *said]
+    errors = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stderr.splitlines()
+    for (words, expected), error, code in zip(said.items(), errors[::2], errors[1::2], strict=True):
+        assert error.startswith(f"error: {expected}"), words
+        assert code == "2", words
+
+
 def test_a_search_says_in_lines_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     now = [0.0]
     log = SearchLog("best", Trend(lambda: now[0]), lambda: now[0])

@@ -97,7 +97,7 @@ def test_what_the_deadlock_rule_passes_never_locks_up() -> None:
     """And the rule is not so cautious that it says little: of the plans with a circle, some do lock up."""
     found = Counter[tuple[bool, bool]]()
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=100, deadline=None)
     @given(plans(), st.sampled_from(list(Timing)))
     def lock_up(plan: Plan, timing: Timing) -> None:
         circle = constraints.deadlock_cycle([lane.path for lane in plan.lanes], plan.slots)
@@ -106,8 +106,8 @@ def test_what_the_deadlock_rule_passes_never_locks_up() -> None:
         found[circle is not None, locked] += 1
 
     lock_up()
-    assert found[False, False] > 50
-    assert found[True, True] > 2, found
+    assert found[False, False] > 25
+    assert found[True, True] > 1, found
 
 
 @settings(max_examples=30, deadline=None)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
 from datetime import timedelta
 
 import pytest
+from fastapi import FastAPI
 
+from skippipe import web
 from skippipe.errors import UserError
 from skippipe.web import APIError, ApiSettings, RateLimiter
 from tests.helpers.echo_engine import CHAT, COMPLETIONS, Caller, api_error, valid
@@ -110,3 +114,57 @@ def test_too_many_at_once() -> None:
         assert (await caller.request("POST", CHAT, json=valid(CHAT))).status_code == 200
 
     asyncio.run(both())
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_server_that_gets_a_signal_ends_in_order_and_says_that_it_was_interrupted(
+    number: signal.Signals, ignored: bool
+) -> None:
+    """Also one that a script has started in the background: shells have such a process ignore SIGINT."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    for each in before:
+        signal.signal(each, signal.SIG_IGN if ignored else signal.default_int_handler)
+    server = web.server(FastAPI(), "127.0.0.1", 0)
+
+    async def serve_and_stop(listening: socket.socket) -> None:
+        serving = asyncio.create_task(server.serve([listening]))
+        async with asyncio.timeout(10):
+            while not server.started:
+                await asyncio.sleep(0.01)
+        signal.raise_signal(number)
+        await serving
+
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening, pytest.raises(KeyboardInterrupt):
+            asyncio.run(serve_and_stop(listening))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert not server.started or not server.servers[0].is_serving()
+
+
+def test_answers_that_take_too_long_are_cancelled_when_the_server_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "DRAIN_S", 0.1)
+    application = FastAPI()
+    begun, cancelled = asyncio.Event(), asyncio.Event()
+
+    @application.get("/")
+    async def answer() -> str:
+        begun.set()
+        await cancelled.wait()
+        return "cancelled"
+
+    async def ask_and_stop(listening: socket.socket) -> bytes:
+        server = web.server(application, "127.0.0.1", 0, cancelled.set)
+        serving = asyncio.create_task(server.serve([listening]))
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
+        await begun.wait()
+        server.should_exit = True
+        await serving
+        writer.close()
+        return await reader.read()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        assert asyncio.run(asyncio.wait_for(ask_and_stop(listening), 10)).endswith(b'"cancelled"')

@@ -36,7 +36,7 @@ from skippipe.inference.likelihood import SubsetModel
 from skippipe.model import spread_layers
 from skippipe.stage_subset import StageSubset, Visits, residual_scale_of
 from tests.helpers.model_folders import TOKENIZER, by_itself, export_to, replicas_that_begin_together, subset
-from tests.helpers.quick import MOST_FAMILIES_SLOW
+from tests.helpers.quick import MOST_FAMILIES_SLOW, others_slow
 
 torch.set_num_threads(1)
 IDS = default_rng(3).integers(0, TOKENIZER.size, 500).astype(np.uint16)
@@ -147,7 +147,7 @@ def replicas(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[StagedModel]
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
-@pytest.mark.parametrize(("dtype", "wire"), [("fp32", ""), ("bf16", ""), ("fp32", "int4")])
+@pytest.mark.parametrize(("dtype", "wire"), others_slow([("fp32", ""), ("fp32", "int4")], [("bf16", "")]))
 def test_several_devices_change_no_bit(
     staged: StagedModel, replicas: list[StagedModel], windows: Windows, dtype: Any, wire: str
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
+from scipy.special import chdtrc
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -36,6 +36,12 @@ def drawn(values: Sequence[float], how: SamplingParams, count: int = 4000) -> to
 VALUES = (1.0, 0.5, 0.0, 2.0, -1.0, 1.5, 0.2, -0.3)
 
 
+def p_value(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of Pearson's chi-squared test. (Importing scipy.stats would take every worker longer than all tests here.)"""
+    statistic = ((found.double() - expected) ** 2 / expected).sum()
+    return float(chdtrc(len(found) - 1, float(statistic)))
+
+
 @pytest.mark.parametrize(
     ("how", "shares"),
     [
@@ -58,16 +64,16 @@ def test_tokens_come_as_often_as_they_should(how: SamplingParams, shares: torch.
     found = drawn(VALUES, how).sort(descending=True).values[: len(shares)]
     expected = shares.double().sort(descending=True).values * 4000
     assert int(found.sum()) == 4000
-    assert chisquare(found.double(), expected * (4000 / expected.sum())).pvalue > 0.01
+    assert p_value(found, expected * (4000 / expected.sum())) > 0.01
 
 
 def test_positions_and_seeds_are_independent() -> None:
     flat = torch.zeros(1000, 10)
     one, other = (sample(flat, [SamplingParams(seed=seed)] * 1000, range(1000)) for seed in (0, 1))
     pairs = torch.bincount(10 * torch.tensor(one) + torch.tensor(other), minlength=100)
-    assert chisquare(pairs).pvalue > 0.01
+    assert p_value(pairs, pairs.double().mean()) > 0.01
     neighbours = torch.bincount(10 * torch.tensor(one[1:]) + torch.tensor(one[:-1]), minlength=100)
-    assert chisquare(neighbours).pvalue > 0.01
+    assert p_value(neighbours, neighbours.double().mean()) > 0.01
 
 
 def test_limits_that_limit_nothing_or_all() -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.cli import main
 from skippipe.cli.eval import ENVIRONMENT
 from skippipe.data.questions import QUESTION_KINDS, Prose, sentences_of
 from skippipe.errors import UserError
-from skippipe.inference.checkpoint_loader import StagedModel, exported_layers, load, locate_checkpoint
+from skippipe.inference.checkpoint_loader import StagedModel, exported_layers, load
 from skippipe.inference.likelihood import LikelihoodRequest, SubsetModel
 from skippipe.lm_harness.tasks import HarnessTask, build_tasks, parse_names, write_tasks
 from skippipe.stage_subset import StageSubset, parse_subsets

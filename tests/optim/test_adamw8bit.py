@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from skippipe.optim import adamw8bit, host_state
 from skippipe.optim.adamw8bit import AdamW8bit
@@ -115,6 +114,8 @@ def test_a_compiled_step_is_traced_once_and_is_the_same(monkeypatch: pytest.Monk
     monkeypatch.setattr(adamw8bit, "HOST_PIECE", piece)
     monkeypatch.setattr(host_state, "HOST_PIECE", piece)
     torch.compiler.reset()
+    from torch._dynamo.testing import CompileCounterWithBackend
+
     graphs = CompileCounterWithBackend("aot_eager")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     size, made = 2 * piece + 300, []

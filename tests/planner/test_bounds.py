@@ -138,14 +138,14 @@ def random_plans(problem: Problem, seed: int, attempts: int) -> Iterator[Plan]:
 
 def test_no_random_plan_beats_it() -> None:
     compared = 0
-    for seed in range(20):
+    for seed in range(12):
         problem = some_problem(seed)
         plans = list(random_plans(problem, seed, 40)) if problem else []
         if problem and plans:
             least_ns = min(simulate(plan, problem.timing).iteration_ns for plan in plans)
             assert lower_bound([problem], BUDGET_S).ns <= least_ns, seed
             compared += 1
-    assert compared >= 10
+    assert compared >= 6
 
 
 @pytest.mark.parametrize("seed", others_slow([0], range(1, 6)))
@@ -155,7 +155,7 @@ def test_no_strategy_beats_it(seed: int) -> None:
     taken_ns = []
     for strategy in (Strategy.SKIPPIPE, Strategy.DTFM_SKIP):
         with suppress(Infeasible):
-            request = PlanRequest(seed, budget_s=2, clock=time.process_time)  # whatever else the machine does
+            request = PlanRequest(seed, budget_s=0.5, clock=time.process_time)  # whatever else the machine does
             taken_ns.append(iteration_ns(make_plan(problem, strategy, request)))
     assert taken_ns, "take another seed"
     assert lower_bound([problem], BUDGET_S).ns <= min(taken_ns)

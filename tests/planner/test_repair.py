@@ -95,7 +95,7 @@ def sites() -> Plan:
     cluster = five_sites(16)
     roomy = tuple(replace(node, memory_bytes=2 * node.memory_bytes) for node in cluster.nodes)
     problem = Problem(replace(cluster, nodes=roomy), work, 4, 3)
-    return make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=300, clock=ticks()))
+    return make_plan(problem, Strategy.SKIPPIPE, PlanRequest(budget_s=60, clock=ticks()))
 
 
 # losses

@@ -38,6 +38,7 @@ from skippipe.transport.keys import KeyFile
 from skippipe.transport.message import GradientPiece, Message, ProbePiece
 from skippipe.workload import Workload
 from tests.helpers.doc_pages import documented
+from tests.helpers.processes import MODEL
 from tests.helpers.profiling import (
     QUICK,
     TIMEOUT_S,
@@ -274,7 +275,8 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
 
 def test_the_command_and_the_plan_that_follows(tmp_path: Path) -> None:
     """Two nodes of this machine, twice onto the same file; then the planner takes it."""
-    work = ("--model", "llama-tiny", "--sequence", "16", "--transfer", "0.05")
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    work = ("--model", "config.json", "--sequence", "16", "--transfer", "0.05")
     assert in_a_process(command, tmp_path, "profile", "--local", "2", *work, "-o", "c.json", "--json") == 0
     told = json.loads((tmp_path / "said").read_text().splitlines()[-1])
     assert set(told) == documented("docs/formats.md", "skippipe profile")

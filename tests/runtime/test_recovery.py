@@ -187,6 +187,7 @@ def test_the_coordinator_is_killed_and_started_again_elsewhere(play: Play) -> No
     assert not outcome.said("learning"), "nobody has lost anything"
 
 
+@pytest.mark.slow  # test_coordinator.py, test_virtual_chaos.py: gradients; test_run.py, test_storage.py: full disks
 def test_a_spoiled_gradient_is_left_out_and_a_full_disk_costs_a_checkpoint(play: Play) -> None:
     outcome = play(
         poison(node=6).at(iteration=1, during="backward"),

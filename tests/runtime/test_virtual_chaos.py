@@ -11,7 +11,7 @@ from tests.helpers.fault_scenarios import scenario
 from tests.helpers.virtual_chaos import play, staged
 
 pytestmark = pytest.mark.usefixtures("quiet_nodes")
-BLOCK = 10
+BLOCK = 5
 ONCE_FAILED = {
     349: "a node gets another stage while a task of the one before runs",
     1035: "every node is gone while a stage is assigned",
@@ -20,7 +20,7 @@ ONCE_FAILED = {
 }
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 50))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 100))])
 def test_any_few_faults_are_survived(block: int) -> None:
     failed = []
     for seed in range(block * BLOCK, (block + 1) * BLOCK):

@@ -317,7 +317,7 @@ def test_a_replica_goes_on_where_a_node_was_killed(server: Server, theirs: Their
 
 def test_ctrl_c_ends_all_and_says_so(server: Server, theirs: Theirs) -> None:
     pids = server.pids().values()
-    asked = {"model": MODEL, "prompt": theirs.prompt_for(LONG), "max_tokens": 400, "n": 4, "stream": True}
+    asked = {"model": MODEL, "prompt": theirs.prompt_for(LONG), "max_tokens": LONG, "stream": True}
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with httpx2.stream(
         "POST", f"{server.address}/v1/completions", json=asked, headers=headers, timeout=PATIENCE_S

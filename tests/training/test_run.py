@@ -29,6 +29,7 @@ from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.codecs import encode
 from skippipe.data.prepare import prepare
 from skippipe.errors import UserError
+from skippipe.launch import fork_server
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
@@ -185,6 +186,7 @@ def lose_a_node_and_start_it_again(folder: Path) -> None:
 
 
 def end_a_node_and_start_it_again(folder: Path) -> None:
+    fork_server.GROUP_S = 0.1  # the others train all the time that the node takes to end
     lose_a_node(folder, signal.SIGTERM, restarts=1, settings=CoordinatorSettings(LEARNING, 10**6))
 
 

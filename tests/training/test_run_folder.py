@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from skippipe.checkpoint.format import MANIFEST, Checkpoints
+from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError
-from skippipe.inference.checkpoint_loader import locate_checkpoint
 from skippipe.runs.history import read_history
 from skippipe.runs.tail import checkpoints_in, run_id_of
 from skippipe.runs.wal import WriteAheadLog

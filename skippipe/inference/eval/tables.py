@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from skippipe.inference.eval.evaluate import BEST, Evaluation, SizeSummary
@@ -12,8 +13,10 @@ from skippipe.stage_subset import StageSubset
 
 
 def tables(evaluation: Evaluation) -> list[Table]:
+    """All tables that have rows; each names the codec, since a table is what people copy."""
     found = [subsets_table(evaluation), sizes_table(evaluation), ablation_table(evaluation), order_table(evaluation)]
-    return [table for table in found if table.rows]
+    codec = f", with codec {evaluation.wire} between stages" if evaluation.wire else ""
+    return [replace(table, title=table.title + codec) for table in found if table.rows]
 
 
 def subsets_table(evaluation: Evaluation) -> Table:
@@ -84,8 +87,6 @@ def notes(evaluation: Evaluation) -> list[str]:
         begun = f"{done.tokens:,} of " if done and done.tokens < text.tokens else "" if done else "none of "
         where = f"spread over its {len(text.ids):,}, in windows of {text.length:,}"
         found.append(f"{text.text}: {begun}{text.tokens:,} tokens, {where}")
-    if evaluation.wire:
-        found.append(f"hidden states between stages: codec {evaluation.wire}")
     exponents = evaluation.scaling.exponents
     if exponents:
         took = ", ".join(f"{exponent:g} for {kept}" for kept, exponent in sorted(exponents.items(), reverse=True))

@@ -1,0 +1,51 @@
+"""Where a model lies that a command is given: without torch, so that a wrong path is reported at once."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from skippipe.checkpoint.format import MANIFEST, Checkpoints
+from skippipe.errors import UserError
+from skippipe.json_fields import exists
+from skippipe.model.model_files import CONFIG, INDEX
+from skippipe.runs.tail import model_run_id, run_id_of
+
+BUILT_IN = ("austen",)  # models that come with the package
+
+
+def built_in(checkpoint: Path) -> Path:
+    """The folder of a model that comes with the package, if this is its name and no folder has that name; else as it
+    is."""
+    if str(checkpoint) in BUILT_IN and not exists(checkpoint):
+        return Path(str(files("skippipe").joinpath("resources", str(checkpoint))))
+    return checkpoint
+
+
+def find_checkpoint(checkpoint: Path) -> Path:
+    """A checkpoint or a Hugging Face folder itself; of a run's output folder, its newest checkpoint or its model.
+
+    UserError if there is none.
+    """
+    checkpoint = built_in(checkpoint)
+    if not exists(checkpoint):
+        raise UserError(f"{checkpoint}: no such folder; '{BUILT_IN[0]}' is a model that is built in")
+    for place in (checkpoint, *Checkpoints.of_run(checkpoint).complete()[:1], checkpoint / "model"):
+        if (place / MANIFEST).is_file() or (place / CONFIG).is_file():
+            other = place != checkpoint and (place / INDEX).is_file()
+            if other and run_id_of(checkpoint) not in (None, model_run_id(place)):
+                raise UserError(
+                    f"{place}: is the model of another run than {checkpoint}; name {place} if it is what you want"
+                )
+            return place
+    raise UserError(
+        f"{checkpoint}: neither a checkpoint, nor a run's output folder, nor a Hugging Face folder with a config.json"
+    )
+
+
+def locate_checkpoint(checkpoint: Path) -> Path:
+    """As `find_checkpoint`, with a warning for every checkpoint of another run that is ignored."""
+    place = find_checkpoint(checkpoint)
+    if place != built_in(checkpoint):
+        Checkpoints.of_run(checkpoint).warn_of_others()
+    return place
