@@ -82,13 +82,13 @@ def test_the_built_in_model_writes_english_also_by_half(
     with lzma.open(str(files("skippipe.data").joinpath("classics-train.txt.xz")), "rt", encoding="utf-8") as text:
         known = set(WORD.findall(text.read().lower()))
     for part in ((), ("--keep", "1/2")):
-        asked = ["skippipe", "generate", "austen", "It is a truth", "--max-tokens", "60", "--temperature", "0.5"]
+        asked = ["skippipe", "generate", "austen", "It is a truth", "--max-tokens", "40", "--temperature", "0.5"]
         monkeypatch.setattr(sys, "argv", [*asked, *part])
         with pytest.raises(SystemExit) as end:
             main()
         assert not end.value.code
         words = WORD.findall(capsys.readouterr().out.lower())
-        assert len(words) > 20
+        assert len(words) > 12
         assert sum(word in known for word in words) > 0.9 * len(words), words
     (tmp_path / "austen").mkdir()
     with pytest.raises(UserError, match="austen: neither a checkpoint"):  # a folder of yours goes first

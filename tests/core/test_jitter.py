@@ -94,7 +94,7 @@ def few_draws(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter(few_draws: int) -> None:
     problem = Problem(random_cluster(8, 3), Workload(MODELS["llama-1.5b"], microbatches=12), 4, 3)
-    request = PlanRequest(budget_s=math.inf, changes=8_000)
+    request = PlanRequest(budget_s=math.inf, changes=3_000)
     plans = {robust: make_plan(problem, Strategy.BEST, replace(request, robust=robust)) for robust in (0.0, 0.3)}
     for plan in plans.values():
         assert validate(plan) == []

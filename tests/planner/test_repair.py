@@ -27,6 +27,7 @@ from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.plans import may_skip, problems
+from tests.helpers.quick import others_slow
 
 Members = list[set[int]]
 
@@ -184,7 +185,7 @@ def test_paths_of_several_lengths_stay_as_many_of_each(published: Plan) -> None:
 # returns and newcomers
 
 
-@pytest.mark.parametrize("node", [0, 8, 10, 14])
+@pytest.mark.parametrize("node", others_slow([0, 10], [8, 14]))
 def test_a_node_that_has_learned_its_weights_is_put_to_work(published: Plan, node: int) -> None:
     members, able = without(published)
     before = surely(repair(published, members, able - {node}, looks=24))

@@ -338,7 +338,7 @@ def test_paths_of_another_length_on_the_same_stages() -> None:
     plan = replace(plan, workload=replace(plan.workload, activation_checkpointing=True), expected=None)
     lengths: list[PathLength] = [2, 4, (4, 2)]
     for length in lengths:
-        found = with_paths_of(plan, length, Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))
+        found = with_paths_of(plan, length, Strategy.SKIPPIPE, PlanRequest(budget_s=0.05))
         assert found.stages == plan.stages
         assert found.microbatches == plan.microbatches
         assert has_lengths(found, length)
@@ -346,6 +346,6 @@ def test_paths_of_another_length_on_the_same_stages() -> None:
         assert validate(found) == []
     uneven = replace(plan, workload=replace(plan.workload, microbatches=11))
     with pytest.raises(Infeasible, match="11 microbatches over 1 of 3 stages"):
-        with_paths_of(uneven, 2, Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))
+        with_paths_of(uneven, 2, Strategy.SKIPPIPE, PlanRequest(budget_s=0.05))
     with pytest.raises(Infeasible, match="multiple of 6 microbatches"):
-        with_paths_of(uneven, (4, 2), Strategy.SKIPPIPE, PlanRequest(budget_s=0.3))
+        with_paths_of(uneven, (4, 2), Strategy.SKIPPIPE, PlanRequest(budget_s=0.05))

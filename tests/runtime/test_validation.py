@@ -146,10 +146,10 @@ def test_a_stop_during_an_evaluation_keeps_what_was_trained() -> None:
         assert all(len(pieces[0]) == 2 for pieces in cluster.stored.values()), "both steps are in the weights"
 
 
-@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 20))])
+@pytest.mark.parametrize("block", [0, *(pytest.param(block, marks=pytest.mark.slow) for block in range(1, 33))])
 def test_any_few_faults_are_survived_with_evaluations(block: int) -> None:
     failed = []
-    for seed in range(5 * block, 5 * block + 5):
+    for seed in range(3 * block, 3 * block + 3):
         what = scenario(seed)
         faults = [replace(each, during="validation") if at % 2 else each for at, each in enumerate(what.faults)]
         played = staged(replace(what, faults=tuple(faults), validated_every=1 + seed % 2))

@@ -92,7 +92,7 @@ def test_order_across_fast_path(net: Net, seed: int) -> None:
         assert check(found[peer.name]) == list(range(120))
 
 
-@pytest.mark.parametrize("seed", others_slow([0, 1], [2, 3]))
+@pytest.mark.parametrize("seed", others_slow([0], [1, 2, 3]))
 def test_order_stays_when_fast_path_break(net: Net, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Some messages are gone, each time with a loss; none comes twice, none too late, and it goes on."""
     monkeypatch.setattr(sender, "REQUEST_AGAIN_S", 0.5)
