@@ -304,7 +304,7 @@ def variants(problem: Problem, layers: tuple[int, ...]) -> list[Problem]:
     if problem.decision_variables.checkpointing:
         with suppress(Infeasible):  # stages of one layer take more memory with it
             checkpointing = same.with_checkpointing()
-            if checkpointing.lanes_in_memory > same.lanes_in_memory:
+            if checkpointing.has_more_slots_than(same):
                 works.append(checkpointing)
     return [replace(work, split_backward=split) for work in works for split in splits]
 
