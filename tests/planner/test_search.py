@@ -19,7 +19,7 @@ from skippipe.model_shape import MODELS
 from skippipe.plan import Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.problem import ALL_FIXED, DecisionVariables, PlanRequest, Problem, Strategy
-from skippipe.planner.search.annealing import improve
+from skippipe.planner.search.annealing import Chain, improve
 from skippipe.planner.search.moves import DRAWS, PLACEMENT_MOVES, Move, cumulative_move_weights, propose
 from skippipe.planner.search.objective import objective
 from skippipe.planner.search.reinsertion import recreate
@@ -199,6 +199,20 @@ def test_is_no_worse_than_what_it_has_reported() -> None:
     reported: list[int] = []
     found = improve(problem, [start], 4, 20_000, lambda: False, lambda _, best_ns: reported.append(best_ns))
     assert found.promise.iteration_ns <= min(reported) < start.promise.iteration_ns
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_does_not_stay_where_stages_are_visited_unequally_often(seed: int) -> None:
+    """With few microbatches and slots that is much faster, and all changes would go into plans that break CC3."""
+    work = Workload(MODELS["llama-1.5b"], microbatches=15, max_slots=5)
+    problem = Problem(regions(12), work, 6, 4, split_backward=True)
+    start = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
+    costs = costs_by_layers(problem.cluster, work, max(problem.layers))
+    tables = tables_of(costs, np.ones(6, np.bool_), Timing.FULL, True, problem.swaps)
+    weights = cumulative_move_weights(set(Move) - {Move.MOVE_LAYER})
+    chain = Chain(state_of(start, 8), tables, weights, [seed])
+    chain.round(8_192, lambda: False)
+    assert objective(chain.state, INFINITE_NS, tables)[1] == 0
 
 
 def test_a_plan_says_how_good_any_could_be() -> None:
