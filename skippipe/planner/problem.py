@@ -188,6 +188,11 @@ class Problem:
         """The same with activations that are recomputed."""
         return replace(self, workload=replace(self.workload, activation_checkpointing=True))
 
+    def has_more_slots_than(self, other: Problem) -> bool:
+        """Whether some node can hold more lanes on some stage than in the other problem, of as many microbatches."""
+        most = self.workload.microbatches
+        return bool((self.costs.slots.clip(max=most) > other.costs.slots.clip(max=most)).any())
+
     def lane_limit(self, placement: Placement) -> int:
         """The most lanes that the memory of this placement can carry, as a multiple of the unit; 0: none."""
         capacity = [sum(int(self.costs.slots[stage, node]) for node in nodes) for stage, nodes in enumerate(placement)]

@@ -43,8 +43,10 @@ def planned(slots: float, variables: DecisionVariables) -> Plan:
     return make_plan(problem, Strategy.BEST, PlanRequest(changes=CHANGES, budget_s=600))
 
 
-def test_where_memory_is_short_activations_are_recomputed_if_that_is_faster() -> None:
-    kept, chosen = planned(1.5, DecisionVariables()), planned(1.5, OPEN)
+@pytest.mark.parametrize("slots", [1.5, 4.5])
+def test_where_memory_is_short_activations_are_recomputed_if_that_is_faster(slots: float) -> None:
+    """With 4 slots all nodes together hold as many lanes as there can be, but no placement does."""
+    kept, chosen = planned(slots, DecisionVariables()), planned(slots, OPEN)
     assert not kept.workload.activation_checkpointing
     assert chosen.workload.activation_checkpointing
     assert validate(chosen) == []

@@ -13,7 +13,7 @@ until one of them is clearly ahead.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -155,20 +155,25 @@ def no_report(done: float, leader: Chain) -> None:
     pass
 
 
-class BestPromise:
-    """What the best plan so far would promise: chains only estimate how long averaging takes."""
+class Incumbent:
+    """The plan with the best promise so far: chains only estimate how long averaging takes, and a state that a chain
+    takes for better may not be."""
 
     def __init__(self, problems: Sequence[Problem], starts: Sequence[Plan]) -> None:
-        self._problems, self._starts = problems, starts
-        self._estimate_ns = self._ns = INFINITE_NS
+        self._problems = problems
+        self._estimate_ns = INFINITE_NS
+        self.plan = min(self._promised(starts), key=_seconds_and_nodes)
 
-    def ns(self, leader: Chain) -> int:
+    def update(self, leader: Chain) -> None:
+        """Take the best state of the chain that is ahead into account."""
         if leader.best_ns < self._estimate_ns:
-            self._estimate_ns, problem = leader.best_ns, self._problems[leader.variant]
-            plans = [*plans_of(problem, leader.best, "best"), *(self._starts if self._ns == INFINITE_NS else ())]
-            valid = (plan for plan in plans if not validate(plan))
-            self._ns = min([self._ns, *(simulate(plan, problem.timing).iteration_ns for plan in valid)])
-        return self._ns
+            self._estimate_ns = leader.best_ns
+            found = self._promised(plans_of(self._problems[leader.variant], leader.best, "best"))
+            self.plan = min([self.plan, *found], key=_seconds_and_nodes)
+
+    def _promised(self, plans: Iterable[Plan]) -> list[Plan]:
+        timing = self._problems[0].timing
+        return [plan.promising(simulate(plan, timing)) for plan in plans if not validate(plan)]
 
 
 def search(
@@ -235,12 +240,18 @@ def improve(
     if placing and size <= LARGE:
         _search_placements(chains, placing, PLACEMENT_SHARE * changes, lambda: stopped() or placed())
     stall_limit = STALL * size**2 + FEWEST_STALLED
-    best = BestPromise(problems, starts)
-    on_round: OnRound = (lambda done, leader: on_progress(done, best.ns(leader))) if on_progress else no_report
+    incumbent = Incumbent(problems, starts)
+
+    def on_round(done: float, leader: Chain) -> None:
+        incumbent.update(leader)
+        if on_progress:
+            on_progress(done, incumbent.plan.promise.iteration_ns)
+
     search(chains, changes, stopped, stall_limit=stall_limit, on_round=on_round)
     found = [plan for chain in chains for plan in plans_of(problems[chain.variant], chain.best, "best")]
     distinct = dict.fromkeys([*starts, *found])  # chains that restarted from the same best may not have left it
     promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct if not validate(plan)]
+    promised.append(incumbent.plan)
     return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, jitter)), strategy="best")
 
 
@@ -291,7 +302,7 @@ def _tables(problems: Sequence[Problem], most_layers: int) -> list[Tables]:
     ]
 
 
-def _seconds_and_nodes(plan: Plan, jitter: Jitter | None) -> tuple[int, int]:
+def _seconds_and_nodes(plan: Plan, jitter: Jitter | None = None) -> tuple[int, int]:
     taken_ns = spread_of(plan, plan.promise.timing, jitter).tail_ns if jitter else plan.promise.iteration_ns
     return taken_ns, len(plan.stage_of)
 
@@ -304,7 +315,7 @@ def variants(problem: Problem, layers: tuple[int, ...]) -> list[Problem]:
     if problem.decision_variables.checkpointing:
         with suppress(Infeasible):  # stages of one layer take more memory with it
             checkpointing = same.with_checkpointing()
-            if checkpointing.lanes_in_memory > same.lanes_in_memory:
+            if checkpointing.has_more_slots_than(same):
                 works.append(checkpointing)
     return [replace(work, split_backward=split) for work in works for split in splits]
 

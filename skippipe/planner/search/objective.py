@@ -14,7 +14,7 @@ from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.search.state import State, Tables
 
 TRAVEL_WEIGHT = 400  # the mean lane alone counts by one part in so many
-UNEVEN = 100  # a visit too many or too few costs one part in so many of the iteration
+UNEVEN = 30  # a visit too many or too few costs one part in so many: for much less, a chain would stay at such states
 CLOSE = 10  # a lane is nearly the last one if it ends in the last of so many parts
 CROWD = 4  # how far lanes are within that part counts, on average, by one part in so many
 
