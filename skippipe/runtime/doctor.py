@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -306,11 +306,11 @@ class _Network:
         with ExitStack() as servers:
             for host, port in split_all(listen):
                 try:
-                    server = servers.enter_context(tcp_server(host, port))
+                    server = tcp_server(host, port)
                 except OSError as error:
                     at, why = join_address(host, port), (error.strerror or str(error)).lower()
                     return _wrong("port", f"{at}: cannot listen there: {why}; choose another --listen")
-                calls.take_at(server)
+                servers.enter_context(calls.taken_at(server))
                 where.append(join_address(host, server.getsockname()[1]))
             if self._machine.address:
                 where = self._machine.address.split(",")
@@ -364,9 +364,19 @@ class _Calls:
         self._heard: set[bytes] = set()
         self._changed = threading.Condition()
 
-    def take_at(self, server: socket.socket) -> None:
+    @contextmanager
+    def taken_at(self, server: socket.socket) -> Iterator[None]:
+        """Its port is free afterwards: a socket that is closed keeps it while a thread still waits for a call."""
         server.settimeout(CALL_BACK_S)
-        threading.Thread(target=self._take, args=(server,), daemon=True).start()
+        thread = threading.Thread(target=self._take, args=(server,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)
+            thread.join(CALL_BACK_S)
+            server.close()
 
     def _take(self, server: socket.socket) -> None:
         with suppress(OSError):
