@@ -83,7 +83,6 @@ def test_a_closed_port(machine: Examined) -> None:
         assert f"{taken}: cannot listen there: address already in use" in wrong(replace(machine, listen=taken), "port")
 
 
-@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
 def test_the_port_is_free_afterwards(machine: Examined) -> None:
     """The node listens there at once; a thread that waited for calls would keep it for seconds."""
     port = free_port("127.0.0.1")
@@ -93,6 +92,7 @@ def test_the_port_is_free_afterwards(machine: Examined) -> None:
         pass
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="no IPv6 here")
 def test_a_port_at_addresses_of_both_kinds(machine: Examined) -> None:
     both = found(replace(machine, listen="127.0.0.1:0,[::1]:0"), "port")
     assert both.level == "ok"

@@ -162,18 +162,15 @@ class Incumbent:
     def __init__(self, problems: Sequence[Problem], starts: Sequence[Plan]) -> None:
         self._problems = problems
         self._estimate_ns = INFINITE_NS
-        self.plan = min(self._promised(starts), key=_seconds_and_nodes)
+        self.plan = min(_promised(starts, problems[0]), key=_seconds_and_nodes)
 
     def update(self, leader: Chain) -> None:
         """Take the best state of the chain that is ahead into account."""
         if leader.best_ns < self._estimate_ns:
             self._estimate_ns = leader.best_ns
-            found = self._promised(plans_of(self._problems[leader.variant], leader.best, "best"))
+            problem = self._problems[leader.variant]
+            found = _promised(plans_of(problem, leader.best, "best"), problem)
             self.plan = min([self.plan, *found], key=_seconds_and_nodes)
-
-    def _promised(self, plans: Iterable[Plan]) -> list[Plan]:
-        timing = self._problems[0].timing
-        return [plan.promising(simulate(plan, timing)) for plan in plans if not validate(plan)]
 
 
 def search(
@@ -250,8 +247,7 @@ def improve(
     search(chains, changes, stopped, stall_limit=stall_limit, on_round=on_round)
     found = [plan for chain in chains for plan in plans_of(problems[chain.variant], chain.best, "best")]
     distinct = dict.fromkeys([*starts, *found])  # chains that restarted from the same best may not have left it
-    promised = [plan.promising(simulate(plan, problem.timing)) for plan in distinct if not validate(plan)]
-    promised.append(incumbent.plan)
+    promised = [*_promised(distinct, problem), incumbent.plan]
     return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, jitter)), strategy="best")
 
 
@@ -300,6 +296,11 @@ def _tables(problems: Sequence[Problem], most_layers: int) -> list[Tables]:
     return [
         tables_of(costs[each.workload], visitable, each.timing, each.split_backward, each.swaps) for each in problems
     ]
+
+
+def _promised(plans: Iterable[Plan], problem: Problem) -> list[Plan]:
+    """Those that are valid, each with its promise."""
+    return [plan.promising(simulate(plan, problem.timing)) for plan in plans if not validate(plan)]
 
 
 def _seconds_and_nodes(plan: Plan, jitter: Jitter | None = None) -> tuple[int, int]:
