@@ -168,7 +168,7 @@ class Bench:
             "cuBLAS, the product alone", self.seconds([partial(functional.linear, x, w) for w in weights]), read_s
         )
         found: dict[Tiles, float] = {}
-        usual = self.try_product(tiles_for(outputs, inputs, gated), x, weights, options, expected, read_s)
+        self.try_product(tiles_for(outputs, inputs, gated), x, weights, options, expected, read_s)
         options |= {"prepared": self.prepared(x, gain)} if norm else {}
         for tiles in candidates(name, outputs, inputs, gated):
             if found and not self.left():
@@ -181,12 +181,7 @@ class Bench:
                 found[tiles] = taken_s
         if not found:
             return None
-        best = min(found, key=found.__getitem__)
-        if name == "head" and usual is not None and tiles_for(outputs, inputs, gated) != best:
-            del options["prepared"]  # a step has none for it
-            alone = self.try_product(best, x, weights, options, expected, read_s)
-            return best if alone is not None and alone < usual else tiles_for(outputs, inputs, gated)
-        return best
+        return min(found, key=found.__getitem__)
 
     def prepared(self, x: Tensor, gain: Tensor) -> Prepared:
         """As a product with 16 columns a program leaves it."""

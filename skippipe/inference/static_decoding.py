@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from skippipe.inference.cached_stage import BatchRows, CachedStage, CacheFull, StageCache, StageChain, logits
 from skippipe.inference.checkpoint_loader import StagedModel
-from skippipe.inference.decode_kernels import AHEAD, MOST_ROWS, DecodeKernels, agree, kernels_for, warn_unused
+from skippipe.inference.decode_kernels import AHEAD, MOST_ROWS, DecodeKernels, Prepared, agree, kernels_for, warn_unused
 from skippipe.inference.engine import TokenByToken, rows_after
 from skippipe.inference.fused_layer import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
@@ -68,6 +68,8 @@ class LayerRunner:
         also after others have failed."""
         self._unchecked = {"layer", "logits"}
         """Kernels that have not run: the first run is compared with the plain computation."""
+        self._handed_on: tuple[Tensor, Tensor, Prepared] | None = None
+        """The last output, the gain that it was told follows, and what is prepared for a norm with it."""
         self._layer = layer_step
         if compiled:
             keep_compiled_forms()  # sizes of batch and cache
@@ -84,11 +86,13 @@ class LayerRunner:
         masks: dict[int | None, Tensor],
         *,
         gathered: bool = False,
+        following: Tensor | None = None,
     ) -> Tensor:
-        """`rotations` of all positions; `masks` that other stages have used already."""
+        """`rotations` of all positions; `masks` that other stages have used already; `following`: the gain of the norm
+        that the output comes to next, if it is handed on as it is."""
         if self._kernels is not None and len(hidden) <= MOST_ROWS and layers[0][0].norm.dtype == hidden.dtype:
             try:
-                return self._by_kernels(self._kernels, layers, cache, hidden, slots, positions, rotations)
+                return self._by_kernels(self._kernels, layers, cache, hidden, slots, positions, rotations, following)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # of whatever kind a compiler has
@@ -112,15 +116,15 @@ class LayerRunner:
         slots: Tensor,
         positions: Tensor,
         rotations: tuple[Tensor, Tensor],
+        following: Tensor | None,
     ) -> Tensor:
-        prepared, gains = None, [*(weights.norm for weights, _ in layers[1:]), None]
-        for (weights, settings), window, stores, following in zip(
-            layers, cache.windows, cache.stores, gains, strict=True
-        ):
+        prepared = self._prepared(hidden, layers[0][0].norm)
+        gains = [*(weights.norm for weights, _ in layers[1:]), following]
+        for (weights, settings), window, stores, gain in zip(layers, cache.windows, cache.stores, gains, strict=True):
             assert stores is not None, "a step before a prompt"
             output, prepared = kernels.layer(
                 hidden, weights, settings, stores, slots, positions, rotations, window,
-                prepared=prepared, following=following,
+                prepared=prepared, following=gain,
             )  # fmt: skip
             if "layer" in self._unchecked:  # when warming up: a graph could not wait for the answer
                 self._unchecked.remove("layer")
@@ -132,7 +136,15 @@ class LayerRunner:
                 if not agree(output, expected, hidden):
                     raise ArithmeticError("their results are not those of the layer")
             hidden = output
+        self._handed_on = None if prepared is None or following is None else (hidden, following, prepared)
         return hidden
+
+    def _prepared(self, hidden: Tensor, gain: Tensor) -> Prepared | None:
+        """What the kernel that made this very tensor has prepared for a norm with this gain."""
+        handed_on, self._handed_on = self._handed_on, None
+        if handed_on is None or handed_on[0] is not hidden or handed_on[1] is not gain:
+            return None
+        return handed_on[2]
 
     def logits(self, ends: StageModel, hidden: Tensor) -> Tensor:
         """As `cached_stage.logits`, of hidden states [rows, d]."""
@@ -143,8 +155,9 @@ class LayerRunner:
             return logits(ends, hidden)
         try:
             found = self._kernels.product(
-                hidden, head.weight, gain=norm.weight, epsilon=norm.variance_epsilon, dtype=torch.float32
-            )
+                hidden, head.weight, gain=norm.weight, epsilon=norm.variance_epsilon, dtype=torch.float32,
+                prepared=self._prepared(hidden, norm.weight),
+            )  # fmt: skip
             if "logits" in self._unchecked:
                 self._unchecked.remove("logits")
                 if not agree(found, logits(ends, hidden)):
@@ -233,9 +246,10 @@ class StaticDecoding:
         """Logits of the tokens that follow, [rows, vocabulary]."""
         chain, ends = self._chain, self._staged.stages[0]
         hidden, masks = ends.embed(tokens), dict[int | None, Tensor]()
-        tables = zip(chain.visits, chain.stages, self._layers, self._rotations, strict=True)
-        for number, stage, layers, rotations in tables:
-            output = self._runner.run(layers, stage.cache, hidden, rows, positions, rotations, masks)
+        gains: list[Any] = [*(layers[0][0].norm for layers in self._layers[1:]), getattr(ends.norm, "weight", None)]
+        tables = zip(chain.visits, chain.stages, self._layers, self._rotations, gains, strict=True)
+        for number, stage, layers, rotations, gain in tables:
+            output = self._runner.run(layers, stage.cache, hidden, rows, positions, rotations, masks, following=gain)
             hidden = stage.handed_on(hidden, output, *chain.way_on(number))
         return self._runner.logits(ends, hidden)
 

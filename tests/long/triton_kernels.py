@@ -16,6 +16,7 @@ from torch.nn import functional
 from skippipe.inference.decode_kernels import AttentionTiles, DecodeKernels, Tiles
 from skippipe.inference.fused_layer import FusedLayer, LayerSettings, layer_step, position_mask
 from skippipe.inference.static_decoding import LayerRunner, StaticDecoder
+from skippipe.stage_subset import StageSubset
 from tests.helpers.staged_models import WHOLE, plain_logits, prompts, staged, step_after
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "the interpreter is for all of a process, or for none"
@@ -172,3 +173,31 @@ def test_logits_are_those_of_the_plain_step(family: str, ahead: bool) -> None:
     step.launch()
     assert torch.allclose(step.logits[:3], plain_logits(decoder, model, texts), atol=1e-4)
     assert not runner._unchecked
+
+
+@torch.inference_mode()
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("subset", "alone"),
+    [(WHOLE, 1), (StageSubset((0, 2), WHOLE.total), 1), (StageSubset((0, 2), WHOLE.total, 0.5), 2)],
+)
+def test_norms_are_prepared_from_stage_to_stage_and_to_the_head(
+    subset: StageSubset, alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first, and those behind a stage that adds less than all of its output."""
+    model, texts, unprepared = staged("llama"), prompts(3), []
+    decoder = StaticDecoder(model, subset, 2000)
+    assert decoder._static is not None
+    decoder._static._runner = LayerRunner(DecodeKernels(CPU))
+    step = step_after(decoder, model, texts)
+    product = DecodeKernels.product
+
+    def counted(*given: Any, **options: Any) -> Tensor:
+        if options.get("gain") is not None and options.get("prepared") is None:
+            unprepared.append(given)
+        return product(*given, **options)
+
+    monkeypatch.setattr(DecodeKernels, "product", counted)
+    step.launch()
+    assert torch.allclose(step.logits[:3], plain_logits(decoder, model, texts), atol=1e-4)
+    assert len(unprepared) == alone
