@@ -231,8 +231,9 @@ class Variant:
     """How often the text is gone over while only these learn, from its first to its last and on other paths each time:
     so much less of it there is."""
     heal_drawn: Annotated[float, Range(0, 1)] = 0.0
-    """Share of the tokens of a text that only these have learned from before, in another pass or epoch: so many are
-    drawn anew, each from what the whole model predicts at its place."""
+    """Share of the tokens that are drawn anew, each from what the whole model predicts at its place, where only these
+    have learned from the text before, in another pass or epoch; with one pass and one epoch, of all text while only
+    these learn: training may have had it before."""
     heal_fit: Annotated[int, Range(0, 10_000)] = 0
     """When only these begin to learn, bridges become the linear maps that come closest to what they leave out, by the
     hidden states of the whole model on the text of the next so many iterations; 0: they begin as they are."""
@@ -255,10 +256,8 @@ class Variant:
             raise UserError(
                 f"variant '{self.name}': heal_epochs: add recipe.heal, from where on text is gone over again"
             )
-        if self.heal_drawn and self.heal_passes == 1 and self.heal_epochs == 1:
-            raise UserError(
-                f"variant '{self.name}': heal_drawn: is for text that comes again; add heal_passes or heal_epochs"
-            )
+        if self.heal_drawn and not self.recipe.heal:
+            raise UserError(f"variant '{self.name}': heal_drawn: add recipe.heal, from where on tokens are drawn")
         if self.heal_fit and not (self.recipe.heal and self.recipe.bridges):
             raise UserError(f"variant '{self.name}': heal_fit: add recipe.heal and recipe.bridges, which are fitted")
 
@@ -356,6 +355,13 @@ class StudyRun:
         if iteration < begin or self.variant.heal_epochs == 1:
             return iteration
         return begin + (iteration - begin) % ceil((self.iterations - begin) / self.variant.heal_epochs)
+
+    def is_redrawn(self, iteration: int, sent: int) -> bool:
+        """Are tokens of this iteration drawn anew, after its microbatches were sent so many times?"""
+        if not self.variant.heal_drawn or iteration < self.heals_at:
+            return False
+        once = self.variant.heal_passes == self.variant.heal_epochs == 1
+        return once or sent > 0 or self.text_of(iteration) != iteration
 
     def steps(self, iteration: int) -> tuple[int, int]:
         """Parts of the microbatches with a step for each, and how often all of them are sent."""

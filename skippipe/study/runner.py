@@ -199,11 +199,12 @@ class Runner:
             young = len(paths.there) < variant.stages
             inputs, labels = self._text.iteration(sampler, run.text_of(number))
             size = batch.microbatches // run.steps(number)[0]
-            text, again = (inputs, labels), run.text_of(number) != number
+            text = inputs, labels
             for begin in range(0, len(paths.visits), size):
-                if variant.heal_drawn and begin % batch.microbatches == 0 and (again or begin):
+                sent, in_batch = divmod(begin, batch.microbatches)
+                if in_batch == 0 and run.is_redrawn(number, sent):
                     inputs, labels = redrawn(engine, *text, variant.heal_drawn, (run.seed, number, begin))
-                row = begin % batch.microbatches * batch.samples
+                row = in_batch * batch.samples
                 rows = slice(row, row + size * batch.samples)
                 loss = engine.iteration(
                     number,

@@ -152,8 +152,23 @@ def test_healing_goes_over_its_text_again() -> None:
     assert once.frozen_key == run.frozen_key
     with pytest.raises(UserError, match=r"heal_epochs: add recipe\.heal"):
         Variant("whole", heal_epochs=2)
-    with pytest.raises(UserError, match="heal_drawn: is for text that comes again"):
-        replace(variant, heal_epochs=1, heal_drawn=0.3)
+
+
+def test_text_is_drawn_anew_where_it_comes_again_or_all_along() -> None:
+    recipe = SkipSchedule("0 until 40%, 1/2", bridges=8, heal="40%")
+    variant = Variant("heal", recipe, tokens=10 * 30_720, heal_epochs=3, heal_drawn=0.3)
+
+    def redrawn(variant: Variant, sent: int = 0) -> list[int]:
+        run = Study("healing", [variant], seeds=[0]).runs[0]
+        return [number for number in range(10) if run.is_redrawn(number, sent)]
+
+    assert redrawn(variant) == [6, 7, 8, 9]
+    assert redrawn(replace(variant, heal_epochs=1)) == [4, 5, 6, 7, 8, 9]
+    twice = replace(variant, heal_epochs=1, heal_passes=2)
+    assert [redrawn(twice, sent) for sent in range(2)] == [[], [4, 5, 6, 7, 8, 9]]
+    assert not redrawn(replace(variant, heal_drawn=0.0))
+    with pytest.raises(UserError, match=r"heal_drawn: add recipe\.heal"):
+        Variant("whole", heal_drawn=0.3)
 
 
 def test_results_from_before_bridges_are_still_known() -> None:
