@@ -67,8 +67,7 @@ NEAR: dict[str, list[tuple[int, int, int, int, int]]] = {
 }  # fmt: skip
 ATTENTION_TILES = [
     AttentionTiles(32, 6, 2), AttentionTiles(256, 1, 8), AttentionTiles(256, 1, 4), AttentionTiles(32, 8, 2),
-    AttentionTiles(32, 6, 2, fetched=False), AttentionTiles(64, 4, 2), AttentionTiles(128, 2, 4),
-    AttentionTiles(16, 8, 1), AttentionTiles(32, 6, 1), AttentionTiles(128, 2, 4, fetched=False),
+    AttentionTiles(64, 4, 2), AttentionTiles(128, 2, 4), AttentionTiles(16, 8, 1), AttentionTiles(32, 6, 1),
     AttentionTiles(64, 3, 8), AttentionTiles(64, 3, 2),
 ]  # fmt: skip
 
@@ -288,7 +287,6 @@ class Bench:
         forms: dict[str, dict[str, Any]] = {"ahead": {"ahead": True}, "not ahead": {"ahead": False}}
         if self.device.type == "cuda":
             forms |= {"ahead, early": {"ahead": True, "early": True}}
-            forms |= {"ahead, early, nothing fetched": {"ahead": True, "early": True, "fetch": False}}
         ways: dict[str, Callable[[], Tensor]] = {
             f"best tiles, {name}": partial(ours, DecodeKernels(self.device, **form)) for name, form in forms.items()
         }

@@ -103,15 +103,15 @@ def encode_and_decode(tensor: torch.Tensor, codec: str) -> tuple[EncodedTensor, 
 
 
 def _on_host(raw: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
-    """Bytes in host memory, apart from those of the tensor that was `given`: from a GPU in pinned memory, which torch
-    keeps and uses again."""
+    """Bytes in host memory, apart from those of the tensor that was `given`. From a GPU or pinned memory they come into
+    pinned memory, which torch keeps and uses again: new pages would take longer than the copy."""
     import torch
 
     if raw.is_cuda:
         return torch.empty(raw.shape, dtype=raw.dtype, pin_memory=True).copy_(raw)
     raw = raw.cpu()
     shared = given is not None and raw.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-    return raw.clone() if shared else raw
+    return torch.empty(raw.shape, dtype=raw.dtype, pin_memory=raw.is_pinned()).copy_(raw) if shared else raw
 
 
 def decode(encoded: EncodedTensor, device: str | torch.device = "cpu") -> torch.Tensor:

@@ -76,11 +76,11 @@ class Tiles(NamedTuple):
 Product = tuple[int, int, bool]
 """Outputs, inputs, gated: then outputs are pairs."""
 TUNED: dict[Product, Tiles] = {
-    (6144, 2048, False): Tiles(16, 256, 1, 4, 4),
+    (6144, 2048, False): Tiles(16, 256, 1, 3, 2),
     (2048, 2048, False): Tiles(16, 256, 1, 9, 4),
-    (5632, 2048, True): Tiles(32, 256, 1, 3, 2),
+    (5632, 2048, True): Tiles(16, 256, 1, 3, 2),
     (2048, 5632, False): Tiles(16, 256, 1, 8, 4),
-    (50257, 2048, False): Tiles(64, 256, 1, 3, 4),
+    (50257, 2048, False): Tiles(32, 512, 1, 3, 4),
     (3072, 1024, False): Tiles(16, 256, 1, 5, 4),
     (1024, 1024, False): Tiles(16, 256, 1, 5, 4),
     (2816, 1024, True): Tiles(32, 256, 1, 3, 4),
@@ -97,8 +97,6 @@ class AttentionTiles(NamedTuple):
     warps: int = 4
     splits: int = 1
     """Programs that share the tokens of one head, at least."""
-    fetched: bool = True
-    """Have the cache brought to L2 while queries and key are made."""
 
 
 ATTENTION = AttentionTiles(32, 6, 2)
@@ -191,9 +189,9 @@ def kernels_for(
 class DecodeKernels:
     """Launches the kernels; those of one object run one after another, as they share a scratch tensor."""
 
-    def __init__(self, device: torch.device, *, early: bool = False, ahead: bool = AHEAD, fetch: bool = True) -> None:
-        """`early`: a kernel starts before the one before it has ended, and if it is to `fetch`, has some of its weights
-        brought to the cache meanwhile. `ahead`: as AHEAD."""
+    def __init__(self, device: torch.device, *, early: bool = False, ahead: bool = AHEAD) -> None:
+        """`early`: a kernel starts before the one before it has ended, and has some of its weights brought to the cache
+        meanwhile. `ahead`: as AHEAD."""
         from triton import language  # need not be there
 
         from skippipe.inference import triton_kernels
@@ -204,8 +202,7 @@ class DecodeKernels:
         self._arrivals = torch.zeros(ARRIVALS, dtype=torch.int32, device=device)
         # the interpreter's products take bf16 for whole numbers
         self._squares = language.bfloat16 if device.type == "cuda" else language.float32
-        self._early, self._fetch = early, fetch
-        self._ahead = ahead
+        self._early, self._ahead = early, ahead
         self._options = {"launch_pdl": True} if early else {}
 
     def layer(
@@ -296,7 +293,7 @@ class DecodeKernels:
             OUTPUTS=outputs, INPUTS=inputs, NORM=gain is not None, GATED=gated, BIAS=bias is not None,
             RESIDUAL=residual is not None, COLUMNS=tiles.columns, INNER=tiles.inner, SLICES=tiles.warps,
             SQUARES=self._squares, SPLITS=tiles.splits, STEPS=tiles.steps(inputs), STAGES=tiles.stages,
-            FETCHED=fetched_lines(tiles, inputs, gated) if self._fetch else 0, EARLY=self._early,
+            FETCHED=fetched_lines(tiles, inputs, gated), EARLY=self._early,
             num_warps=tiles.warps, **self._options,
         )  # fmt: skip
         return out
@@ -319,7 +316,6 @@ class DecodeKernels:
         tiles, rows, room = tiles or ATTENTION, len(qkv), stores[0].shape[2]
         heads, kv_heads, dim = settings.heads, settings.kv_heads, settings.head_dim
         splits = splits or max(tiles.splits, attention_splits(rows, kv_heads, room))
-        fetched = fetched_tokens(room, splits, qkv.is_cuda) if tiles.fetched else 0
         given = qkv, *stores, *rotations
         assert all(each.is_contiguous() and each.dtype == qkv.dtype for each in given) and rotations[0].shape[-1] == dim
         width = 1 << (dim - 1).bit_length()
@@ -331,7 +327,7 @@ class DecodeKernels:
             qkv, qkv if query_norm is None else query_norm, qkv if key_norm is None else key_norm, *rotations, *stores,
             slots, positions, out, self._scratch, self._arrivals, room, settings.scaling, settings.epsilon,
             HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=width, WINDOW=window or 0, HEAD_NORM=query_norm is not None,
-            BLOCK=tiles.block, SPLITS=splits, STAGES=tiles.stages, FETCHED=fetched, EARLY=self._early,
+            BLOCK=tiles.block, SPLITS=splits, STAGES=tiles.stages, EARLY=self._early,
             num_warps=tiles.warps, **self._options,
         )  # fmt: skip
         return out
@@ -341,11 +337,6 @@ def fetched_lines(tiles: Tiles, inputs: int, gated: bool) -> int:
     """Lines of each of its rows of weights that a program fetches early: a power of two, as ranges of Triton are."""
     most = min(FETCHED_LINES // (tiles.columns * (2 if gated else 1)), tiles.steps(inputs) * tiles.inner // LINE)
     return 1 << max(most, 1).bit_length() - 1
-
-
-def fetched_tokens(room: int, splits: int, on_gpu: bool) -> int:
-    """Tokens that a program of attention fetches while it makes the queries; the interpreter has no such thing."""
-    return min(256, 1 << (room // splits - 1).bit_length()) if on_gpu else 0
 
 
 def agree(found: Tensor, expected: Tensor, before: Tensor | None = None) -> bool:

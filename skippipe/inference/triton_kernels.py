@@ -134,11 +134,10 @@ def product(
     known = tl.minimum(columns, OUTPUTS - 1)
     weights = weight + known[None, None, :] * INPUTS
     if EARLY:
-        if FETCHED:
-            lines = tl.minimum(start + LINE * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
-            _fetch(weight + known[None, :] * INPUTS + lines)
-            if GATED:
-                _fetch(weight + (OUTPUTS + known)[None, :] * INPUTS + lines)
+        lines = tl.minimum(start + LINE * tl.arange(0, FETCHED), INPUTS - 1)[:, None]
+        _fetch(weight + known[None, :] * INPUTS + lines)
+        if GATED:
+            _fetch(weight + (OUTPUTS + known)[None, :] * INPUTS + lines)
         tl.extra.cuda.gdc_wait()
     real = (row < rows)[:, None] & (columns < OUTPUTS)[None, :]
     kept = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -273,7 +272,6 @@ def attention(
     BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    FETCHED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Rotate the queries and the key of each row's token, write key and value to the cache, and attend to all tokens
@@ -299,11 +297,6 @@ def attention(
     begin = first + part * span
     end = tl.minimum(begin + span, position)
     stored = (slot * KV_HEADS + head) * room * DIM  # 64 bits: caches are large
-    if FETCHED:  # while queries and key are made
-        tokens = tl.minimum(begin + tl.arange(0, FETCHED), position)[:, None] * DIM
-        lines = tl.minimum(tl.arange(0, (WIDTH + LINE - 1) // LINE) * LINE, DIM - 1)[None, :]
-        _fetch(keys + stored + tokens + lines)
-        _fetch(values + stored + tokens + lines)
     cosine = tl.load(cosines + position * DIM + dim, mask=inside, other=0.0).to(tl.float32)
     sine = tl.load(sines + position * DIM + dim, mask=inside, other=0.0).to(tl.float32)
     dtype: tl.constexpr = qkv.dtype.element_ty
