@@ -375,27 +375,76 @@ def full_pipeline(problem: Problem) -> Problem:
 
 def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:
     """The same nodes on the same stages with paths of another length: the faster of a newly made and a repaired plan;
-    with paths of several lengths, a repaired one.
+    with paths of several lengths, a `sandwich`.
 
     Infeasible if neither keeps every rule.
     """
     nodes, budget_s = plan.placement, request.budget_s
-    other = repaired(plan, nodes, plan.stage_of, budget_s=budget_s, visited=length, clock=request.clock)
-    rivals = [other] if other is not None and has_lengths(other, length) else []
-    reason = None
-    try:
-        if not isinstance(length, tuple):
+    reason, rivals = None, []
+    if isinstance(length, tuple):
+        rivals.append(sandwich(plan, length, request))
+    else:
+        other = repaired(plan, nodes, plan.stage_of, budget_s=budget_s, visited=length, clock=request.clock)
+        rivals += [other] if other is not None and has_lengths(other, length) else []
+        try:
             on_its_stages = replace(request, placement=nodes)
             rivals.append(make_plan(problem_on_stages(plan, length), strategy, on_its_stages))
-    except Infeasible as error:
-        reason = error
+        except Infeasible as error:
+            reason = error
     same = [each.edited(stages=plan.stages) for each in rivals]  # also nodes that no lane uses
     promised = [each.promising(simulate(each, Timing.FULL)) for each in same if not validate(each)]
     if not promised:
-        unit = lane_unit(len(plan.stages), length)
-        advice = f"; use a multiple of {unit} microbatches" if plan.workload.microbatches % unit else ""
-        raise reason or Infeasible(f"no paths were found that keep every rule{advice}")
+        raise reason or _no_paths(plan, length)
     return min(promised, key=iteration_ns)
+
+
+def _no_paths(plan: Plan, length: PathLength) -> Infeasible:
+    unit = lane_unit(len(plan.stages), length)
+    advice = f"; use a multiple of {unit} microbatches" if plan.workload.microbatches % unit else ""
+    return Infeasible(f"no paths were found that keep every rule{advice}")
+
+
+def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanRequest) -> Plan:
+    """A valid plan with paths of these lengths, each for an equal part of the microbatches.
+
+    One half of the budget goes into a plan with paths of their mean length, whose placement suits theirs: where all
+    paths are long, data nodes have too few slots for some that are short.
+    """
+    half = replace(request, budget_s=request.budget_s / 2, changes=request.changes / 2, bound_s=0.0)
+    sizes = () if problem.decision_variables.sizes else problem.sizes
+    try:
+        usual = replace(problem, visited=sum(length) // len(length), sizes=sizes)
+    except Infeasible:  # so many microbatches do not visit the stages equally often
+        usual = replace(problem, visited=problem.stages, sizes=sizes)
+    return sandwich(make_plan(usual, Strategy.BEST, half), length, half, usual)
+
+
+def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem: Problem | None = None) -> Plan:
+    """The plan with paths of these lengths instead, on its stages; with a `problem` that leaves them open, on any.
+
+    The search begins with paths that repair finds on these stages; Infeasible if there are none.
+    """
+    until, first_s = request.clock() + request.budget_s, FIRST_SHARE * request.budget_s
+    first = repaired(plan, plan.placement, plan.stage_of, budget_s=first_s, visited=length, clock=request.clock)
+    if first is None or not has_lengths(first, length) or validate(first):
+        raise _no_paths(plan, length)
+    longest = len(plan.stages)  # of any path: how many there are of each length is as in the first plan
+    if problem is None:
+        searched = problem_on_stages(plan, longest)
+    else:
+        searched = replace(problem, visited=longest, workload=plan.workload, layers=plan.layers)
+
+    def stopped() -> bool:
+        return request.stopped() or request.clock() >= until
+
+    def on_progress(done: float, best_ns: int) -> None:
+        spent = 1 - (until - request.clock()) / request.budget_s if request.budget_s else 1.0
+        request.progress("searching", min(1.0, max(spent, done / request.changes)), seconds(best_ns))
+
+    keep_stages = problem is None or request.placement is not None
+    found = improve(searched, [first], request.seed, request.changes, stopped, on_progress, keep_stages)
+    found = averaging_fastest(found, thorough=True)
+    return found.promising(simulate(found, searched.timing))
 
 
 def has_lengths(plan: Plan, length: PathLength) -> bool:

@@ -4,34 +4,32 @@ A path of each length is planned twice: with nodes where they are best for that 
 best for the length that most iterations of the run have. Nodes do not move while a model is trained, so the second is
 what a run takes; the first says what moving them could still win. Only when a model grows do nodes find new places.
 
-An iteration with paths of several lengths counts as if those of each length went one after another, each for its part
-of the microbatches: the planner knows one length at a time, and side by side they would hardly take longer. While
-healing, an iteration in several passes counts as so many. Bridges are not counted here, though plans of jobs count
-them: they take a few thousandths. Nor are adapters, the forward passes of a teacher, and steps for parts of the
-microbatches (`heal_split`), which do take long.
+An iteration with paths of several lengths has one plan for all of them, as in a job. While healing, an iteration in
+several passes counts as so many. Bridges are not counted here, though plans of jobs count them: they take a few
+thousandths. Nor are adapters, the forward passes of a teacher, and steps for parts of the microbatches (`heal_split`),
+which do take long.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from skippipe.errors import UserError
-from skippipe.json_fields import Fields, json_text, read_as, write_text
+from skippipe.json_fields import Fields, as_integer, json_text, read_as, write_text
 from skippipe.model_shape import MODELS, model_named
 from skippipe.planner.problem import Placement, PlanRequest, Problem, Strategy, lane_unit
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.published import Example, published_plan
-from skippipe.planner.strategies import make_plan
+from skippipe.planner.strategies import make_plan, make_sandwich
 from skippipe.simulator import simulate
-from skippipe.skip_schedule import SkipSchedule
+from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of, path_length_text
 from skippipe.study.config import PlanSettings, Study, Traffic, Variant
 from skippipe.timeline import Timing
 from skippipe.toml_config import from_table
@@ -48,30 +46,35 @@ PlanningProgress = Callable[[str, float], None]
 class TimedPhase(NamedTuple):
     """Iterations that take the same time."""
 
-    visited: int
+    visited: PathLength
     """Stages on a path."""
     young: bool = False
     """The model has no other stages yet."""
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class PlannedIteration:
     """An iteration to plan."""
 
     stages: int
     layers: int
     """Layers of the model for which the study's seconds are planned."""
-    visited: int
+    visited: PathLength
     """Stages on a path."""
-    placed_for: int
+    placed_for: PathLength
     """Stages on the paths for which nodes were placed; those of `visited` itself: where they are best."""
     early_exit: bool
     """With a second head, behind stage 0."""
 
     def __str__(self) -> str:
         head = ", early exit" if self.early_exit else ""
-        placed = "" if self.placed_for == self.visited else f", nodes placed for {self.placed_for}"
-        return f"{self.visited} of {self.stages} stages, {self.layers} layers{head}{placed}"
+        placed = "" if self.placed_for == self.visited else f", nodes placed for {path_length_text(self.placed_for)}"
+        return f"{path_length_text(self.visited)} of {self.stages} stages, {self.layers} layers{head}{placed}"
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """What files and progress are sorted by."""
+        return self.stages, self.layers, parts_of(self.visited), parts_of(self.placed_for), self.early_exit
 
 
 @dataclass(frozen=True)
@@ -113,15 +116,16 @@ class PlannedTimes:
     """What has been planned so far."""
 
     def planned_iterations(
-        self, variant: Variant, phases: Mapping[TimedPhase, Fraction], *, moving: bool = False
+        self, variant: Variant, phases: Mapping[TimedPhase, int], *, moving: bool = False
     ) -> dict[TimedPhase, PlannedIteration]:
         """The iteration to plan for every phase, if so many iterations are of that phase. With `moving`, nodes take the
         places that are best for each."""
         layers = round(self.workload_layers * (variant.layers or self.model_layers) / self.model_layers)
         early_exit = variant.recipe.early_exit > 0
         found = {}
-        for phase in sorted(phases):
+        for phase in phases:
             if phase.young:  # a pipeline by itself, of fewer stages
+                assert isinstance(phase.visited, int), "the same share is skipped until a model grows"
                 share = Fraction(phase.visited, variant.stages)
                 found[phase] = PlannedIteration(
                     phase.visited, round(layers * share), phase.visited, phase.visited, early_exit
@@ -142,7 +146,7 @@ class PlannedTimes:
             "published_s": self.published_s,
             "iterations": [
                 {**asdict(work), **asdict(plan_time), "placement": [list(nodes) for nodes in plan_time.placement]}
-                for work, plan_time in sorted(self.plans.items())
+                for work, plan_time in sorted(self.plans.items(), key=lambda pair: pair[0].order)
             ],
         }
 
@@ -152,8 +156,10 @@ class PlannedTimes:
         fields.header(FORMAT, VERSION)
         plans = {}
         for entry in fields.objects("iterations"):
-            sizes = {name: entry.integer(name, POSITIVE) for name in ("stages", "layers", "visited", "placed_for")}
-            plans[PlannedIteration(**sizes, early_exit=entry.flag("early_exit"))] = PlannedTime.from_json(entry)
+            stages, layers = (entry.integer(name, POSITIVE) for name in ("stages", "layers"))
+            visited, placed_for = (_path_length(entry, name) for name in ("visited", "placed_for"))
+            work = PlannedIteration(stages, layers, visited, placed_for, entry.flag("early_exit"))
+            plans[work] = PlannedTime.from_json(entry)
             entry.close()
         has_published = fields.has("published_s")
         times = cls(
@@ -175,10 +181,18 @@ class PlannedTimes:
         write_text(path, json_text(self.to_json()) + "\n")
 
 
-def most_frequent(phases: Mapping[TimedPhase, Fraction | int]) -> TimedPhase:
+def _path_length(entry: Fields, name: str) -> PathLength:
+    """Several lengths are a list."""
+    value, place = entry.take(name), entry.at(name)
+    if isinstance(value, list):
+        return tuple(as_integer(each, f"{place}[{index}]", POSITIVE) for index, each in enumerate(value))
+    return as_integer(value, place, POSITIVE)
+
+
+def most_frequent(phases: Mapping[TimedPhase, int]) -> TimedPhase:
     """The phase of most iterations of the grown model; the one with the longest paths, if there are several."""
     grown = [phase for phase in phases if not phase.young] or list(phases)
-    return max(grown, key=lambda phase: (phases[phase], phase.visited))
+    return max(grown, key=lambda phase: (phases[phase], parts_of(phase.visited)))
 
 
 def variant_of(result: Mapping[str, Any]) -> Variant:
@@ -192,12 +206,12 @@ def elapsed_s(result: Mapping[str, Any], times: PlannedTimes) -> list[float] | N
     """Planned seconds from the start of a run to each point of its curve; None if something was not planned."""
     variant = variant_of(result)
     phases = phases_of(variant, result["settings"]["iterations"])
-    wanted = times.planned_iterations(variant, counted(phases))
+    wanted = times.planned_iterations(variant, Counter(phases))
     plans = {phase: times.plans.get(work) for phase, work in wanted.items()}
     seconds = {phase: each.iteration_s for phase, each in plans.items() if each and each.iteration_s}
     if seconds.keys() != wanted.keys():
         return None
-    each_s = [fmean(seconds[phase] for phase in each) for each in phases]
+    each_s = [seconds[phase] for phase in phases]
     for number in range(len(each_s)) if variant.heal_passes > 1 else ():
         if variant.recipe.heals(number, len(each_s)):
             each_s[number] *= variant.heal_passes
@@ -205,28 +219,16 @@ def elapsed_s(result: Mapping[str, Any], times: PlannedTimes) -> list[float] | N
     return [passed[int(point[0])] for point in result["curve"]]
 
 
-def phases_of(variant: Variant, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
-    """The phases of every iteration, one for each of the equal parts of its microbatches."""
+def phases_of(variant: Variant, iterations: int) -> tuple[TimedPhase, ...]:
+    """The phase of every iteration."""
     return _phases(variant.recipe.skip, variant.recipe.grow, variant.stages, iterations)
 
 
-def counted(phases: Iterable[tuple[TimedPhase, ...]]) -> dict[TimedPhase, Fraction]:
-    """Phase → how many iterations are of it, by their parts."""
-    found: dict[TimedPhase, Fraction] = {}
-    for each, count in Counter(phases).items():
-        for phase in each:
-            found[phase] = found.get(phase, Fraction(0)) + Fraction(count, len(each))
-    return found
-
-
 @cache  # used again and again by runs and tables
-def _phases(skip: str, grow: str, stages: int, iterations: int) -> tuple[tuple[TimedPhase, ...], ...]:
+def _phases(skip: str, grow: str, stages: int, iterations: int) -> tuple[TimedPhase, ...]:
     recipe = SkipSchedule(skip, grow)
     return tuple(
-        tuple(
-            TimedPhase(length, recipe.is_young(number, iterations))
-            for length in recipe.mix(number, iterations, stages, stages)
-        )
+        TimedPhase(recipe.visited(number, iterations, stages, stages), recipe.is_young(number, iterations))
         for number in range(iterations)
     )
 
@@ -247,12 +249,12 @@ def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: in
         times = replace(times, plans=found.plans)
     wanted: set[PlannedIteration] = set()
     for run in study.runs:
-        phases = counted(phases_of(run.variant, run.iterations))
+        phases = Counter(phases_of(run.variant, run.iterations))
         wanted.update(
             times.planned_iterations(run.variant, phases).values(),
             times.planned_iterations(run.variant, phases, moving=True).values(),
         )
-    missing = sorted(wanted - times.plans.keys(), key=lambda work: (work.visited != work.placed_for, work))
+    missing = sorted(wanted - times.plans.keys(), key=lambda work: (work.visited != work.placed_for, work.order))
     for number, work in enumerate(missing):  # first those whose placement others take over
         progress(str(work), number / len(missing))
         times = replace(times, plans={**times.plans, work: _plan_time(times, work)})
@@ -288,9 +290,13 @@ def _plan_time(times: PlannedTimes, work: PlannedIteration) -> PlannedTime:
     if settled and settled.iteration_s is None:
         return settled
     placement = settled.placement if settled else None
+    request = PlanRequest(times.seed, times.planned.budget_s, placement)
     try:
         problem, microbatches = _problem(times.planned, work, placement)
-        plan = make_plan(problem, Strategy.BEST, PlanRequest(times.seed, times.planned.budget_s, placement))
+        if isinstance(work.visited, tuple):
+            plan = make_sandwich(problem, work.visited, request)
+        else:
+            plan = make_plan(problem, Strategy.BEST, request)
     except UserError as error:
         return PlannedTime(None, refusal=str(error))
     iteration_s = plan.promise.iteration_s * microbatches / plan.microbatches
@@ -304,7 +310,7 @@ def _problem(planned: PlanSettings, work: PlannedIteration, placement: Placement
     wanted, unit = workload.microbatches, lane_unit(work.stages, work.visited)
     plan_spec = PlanSpec(
         stages=work.stages,
-        visit=work.visited,
+        visit=max(parts_of(work.visited)),
         sizes=",".join(str(len(nodes)) for nodes in placement) if placement else None,
         microbatches=-(-wanted // unit) * unit,
         timing=Timing(planned.timing),

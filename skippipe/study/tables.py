@@ -18,6 +18,7 @@ A table for which there is nothing is None. Differences are taken seed by seed; 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -28,9 +29,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skippipe.report.summary import NOTHING, Table
+from skippipe.skip_schedule import parts_of, path_length_text
 from skippipe.study.config import Traffic, Variant
 from skippipe.study.part_tables import parts, parts_by_wire, questions
-from skippipe.study.planned_time import PlannedTimes, counted, elapsed_s, phases_of, variant_of
+from skippipe.study.planned_time import PlannedTimes, elapsed_s, phases_of, variant_of
 from skippipe.study.results import FULL, Result, Runs, Seeds, first_text, gaps, held_out, skipped, spread, whole_loss
 
 COLUMNS = 6  # of a curve
@@ -339,14 +341,14 @@ def iterations(runs: Runs, times: PlannedTimes) -> Table | None:
     for name, seeds in runs.items():
         one = next(iter(seeds.values()))
         variant = variant_of(one)
-        phases = counted(phases_of(variant, one["settings"]["iterations"]))
+        phases = Counter(phases_of(variant, one["settings"]["iterations"]))
         wanted = [times.planned_iterations(variant, phases, moving=moving) for moving in (False, True)]
-        for phase in sorted(phases, reverse=True):
+        for phase in sorted(phases, key=lambda phase: (parts_of(phase.visited), phase.young), reverse=True):
             plans = [times.plans.get(each[phase]) for each in wanted]
             seconds = [f"{each.iteration_s:.2f}" if each and each.iteration_s else NOTHING for each in plans]
-            share = f"{float(phases[phase] / sum(phases.values())):.0%}"
-            stages = f"{phase.visited} of {phase.visited if phase.young else variant.stages}"
-            rows.append((name, stages, share, *seconds, str(wanted[0][phase].placed_for)))
+            share = f"{phases[phase] / phases.total():.0%}"
+            stages = f"{path_length_text(phase.visited)} of {phase.visited if phase.young else variant.stages}"
+            rows.append((name, stages, share, *seconds, path_length_text(wanted[0][phase].placed_for)))
     headings = ("variant", "stages on a path", "iterations", "seconds", "seconds, nodes placed for it", "placed for")
     note = f"Seconds of an iteration, planned for {times.planned.cluster} ({times.planned})."
     if times.published_s:

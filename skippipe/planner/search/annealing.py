@@ -215,16 +215,20 @@ def improve(
 
     Chains begin with these in turn; where averaging counts and stages are not kept, placements are searched first,
     until `placed` or after a share of the changes. With `jitter` the plan is chosen by its 95th percentile under that,
-    without by the promised iteration.
+    without by the promised iteration. Paths of several lengths stay as many of each; then placements are not searched
+    first, as the lanes that are laid for these have one length.
     """
     problems = variants(problem, starts[0].layers)
     most_layers = max(problem.layers)
     if may_move_layers(problem):
         most_layers = min(UNEVEN_LAYERS * most_layers, problem.workload.model.layers - problem.stages + 1)
     tables = _tables(problems, most_layers)
-    most_lanes = max(*(_most_lanes(problem, each) for each in tables), *(len(plan.lanes) for plan in starts))
+    visits = sum(len(lane.path) * lane.microbatches for lane in starts[0].lanes) / starts[0].microbatches
+    most_lanes = max(*(_most_lanes(problem, each, visits) for each in tables), *(len(plan.lanes) for plan in starts))
     states = [state_of(plan, most_lanes) for plan in starts]
-    weights = _move_weights(problem, keep_stages)
+    sandwich = any(len({len(lane.path) for lane in plan.lanes}) > 1 for plan in starts)
+    placing = set() if sandwich else _placement_moves(problem, keep_stages)
+    weights = _move_weights(problem, keep_stages, placing)
     size = len(problem.cluster) * most_lanes
     most = cores() if changes == math.inf else 1  # what is counted is the same on every machine
     chains = []
@@ -233,7 +237,6 @@ def improve(
         if problem.decision_variables.dispatch:
             state.dispatch[0] = number // len(problems) % len(Dispatch)
         chains.append(Chain(state, tables[variant], weights, [seed, number], variant))
-    placing = _placement_moves(problem, keep_stages)
     if placing and size <= LARGE:
         _search_placements(chains, placing, PLACEMENT_SHARE * changes, lambda: stopped() or placed())
     stall_limit = STALL * size**2 + FEWEST_STALLED
@@ -283,7 +286,7 @@ def compile_moves(problem: Problem) -> None:
     state.counts[0] = 1
     state.size[:] = 1
     drawn = np.zeros(DRAWS, np.int64)
-    propose(drawn, state, tables, _move_weights(problem, False))
+    propose(drawn, state, tables, _move_weights(problem, False, _placement_moves(problem, False)))
     recreate(drawn, state, tables)
 
 
@@ -327,7 +330,7 @@ def may_move_layers(problem: Problem) -> bool:
     return problem.decision_variables.layers and len(speeds) > 1 and problem.stages > 2
 
 
-def _move_weights(problem: Problem, keep_stages: bool) -> Ints:
+def _move_weights(problem: Problem, keep_stages: bool, placing: set[Move]) -> Ints:
     variables = problem.decision_variables
     is_open = {
         Move.REORDER_RING: problem.timing is Timing.FULL,
@@ -336,12 +339,13 @@ def _move_weights(problem: Problem, keep_stages: bool) -> Ints:
         Move.MOVE_LAYER: may_move_layers(problem),
         Move.CHANGE_DISPATCH: variables.dispatch,
         Move.SWAP_LANE_ORDER: variables.dispatch or problem.dispatch is Dispatch.LANES_IN_ORDER,
-        **{move: move in _placement_moves(problem, keep_stages) for move in PLACEMENT_MOVES},
+        **{move: move in placing for move in PLACEMENT_MOVES},
     }
     return cumulative_move_weights(move for move in Move if is_open.get(move, True))
 
 
-def _most_lanes(problem: Problem, tables: Tables) -> int:
-    """Lanes that there can be at most, whichever node is on which stage."""
+def _most_lanes(problem: Problem, tables: Tables, visits: float) -> int:
+    """Lanes that there can be at most, whichever node is on which stage, with so many visits of a microbatch on
+    average."""
     slots = tables.slots[:, 1:].max(axis=(0, 1)).clip(max=problem.workload.microbatches)
-    return int(min(problem.workload.microbatches, slots.sum() // problem.visited))
+    return int(min(problem.workload.microbatches, slots.sum() // visits))
