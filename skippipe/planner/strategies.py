@@ -40,7 +40,7 @@ from skippipe.planner.problem import (
     lane_unit,
     problem_on_stages,
 )
-from skippipe.planner.repair.repair import repaired
+from skippipe.planner.repair.repair import CHANGES, compile_repair, repaired
 from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.two_phase import TRIALS, TwoPhaseSearch
@@ -408,15 +408,18 @@ def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanReques
     """A valid plan with paths of these lengths, each for an equal part of the microbatches.
 
     One half of the budget goes into a plan with paths of their mean length, whose placement suits theirs: where all
-    paths are long, data nodes have too few slots for some that are short.
+    paths are long, data nodes have too few slots for some that are short. If there is none, or no way on from it, into
+    one with longer paths.
     """
     half = replace(request, budget_s=request.budget_s / 2, changes=request.changes / 2, bound_s=0.0)
-    sizes = () if problem.decision_variables.sizes else problem.sizes
-    try:
-        usual = replace(problem, visited=sum(length) // len(length), sizes=sizes)
-    except Infeasible:  # so many microbatches do not visit the stages equally often
-        usual = replace(problem, visited=problem.stages, sizes=sizes)
-    return sandwich(make_plan(usual, Strategy.BEST, half), length, half, usual)
+    sizes, reason = () if problem.decision_variables.sizes else problem.sizes, Infeasible()
+    for visited in sorted({sum(length) // len(length), max(length), problem.stages}):
+        try:
+            usual = replace(problem, visited=visited, sizes=sizes)
+            return sandwich(make_plan(usual, Strategy.BEST, half), length, half, usual)
+        except Infeasible as error:
+            reason = error
+    raise reason
 
 
 def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem: Problem | None = None) -> Plan:
@@ -424,8 +427,17 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
 
     The search begins with paths that repair finds on these stages; Infeasible if there are none.
     """
-    until, first_s = request.clock() + request.budget_s, FIRST_SHARE * request.budget_s
-    first = repaired(plan, plan.placement, plan.stage_of, budget_s=first_s, visited=length, clock=request.clock)
+    compile_repair()
+    until = request.clock() + request.budget_s
+    first = repaired(
+        plan,
+        plan.placement,
+        plan.stage_of,
+        budget_s=FIRST_SHARE * request.budget_s,
+        changes=int(min(CHANGES, request.changes)),
+        visited=length,
+        clock=request.clock,
+    )
     if first is None or not has_lengths(first, length) or validate(first):
         raise _no_paths(plan, length)
     longest = len(plan.stages)  # of any path: how many there are of each length is as in the first plan

@@ -19,7 +19,15 @@ from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSear
 from skippipe.planner.genetic_allocation import allocate, best_tour
 from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, lane_unit, stage_sizes
 from skippipe.planner.published import published20
-from skippipe.planner.strategies import detours_share, make_plan, missing_links, with_detours
+from skippipe.planner.strategies import (
+    detours_share,
+    has_lengths,
+    make_plan,
+    make_sandwich,
+    missing_links,
+    with_detours,
+    with_paths_of,
+)
 from skippipe.planner.two_phase import round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.timeline import Timing
@@ -75,6 +83,22 @@ def test_every_plan_of_every_strategy_holds(problem: Problem, strategy: Strategy
 def test_same_seed_same_plan(problem: Problem, strategy: Strategy) -> None:
     first = make_plan(problem, strategy, counted(strategy, 5))
     assert make_plan(problem, strategy, counted(strategy, 5)) == first
+
+
+@pytest.mark.parametrize("length", [(4, 4, 2), (4, 3), (3, 3, 2)])
+def test_plans_with_paths_of_several_lengths(length: tuple[int, ...]) -> None:
+    work = Workload(TINY, sequence_tokens=16, microbatches=2 * lane_unit(4, length), max_slots=4)
+    problem = Problem(random_cluster(10, seed=1), work, 4, 4)
+    request = counted(Strategy.BEST, changes=3_000)
+    plan = make_sandwich(problem, length, request)
+    assert validate(plan) == []
+    assert has_lengths(plan, length)
+    assert plan == make_sandwich(problem, length, request)
+    on_its_stages = with_paths_of(plan, length, Strategy.BEST, request)
+    assert on_its_stages.placement == plan.placement
+    assert has_lengths(on_its_stages, length)
+    kept = make_sandwich(problem, length, replace(request, placement=plan.placement))
+    assert all(set(nodes) <= set(given) for nodes, given in zip(kept.placement, plan.placement, strict=True))
 
 
 @pytest.mark.slow

@@ -107,9 +107,25 @@ def test_healing_in_several_passes_takes_as_many_times_as_long() -> None:
     assert elapsed_s(result(thrice, 0, losses), times) == [200, 400, 600, 1080]
 
 
+def test_an_iteration_with_paths_of_several_lengths_has_one_plan(tmp_path: Path) -> None:
+    mixed = (6, 6, 3)
+    planned = {
+        PlannedIteration(6, 24, mixed, mixed, early_exit=False): PlannedTime(90.0),
+        PlannedIteration(6, 24, 6, mixed, early_exit=False): PlannedTime(110.0),
+    }
+    times = replace(TIMES, plans=PROMISES | planned)
+    variant = replace(FULL, recipe=SkipSchedule("2 x 0 & 1/2 until 75%, 0"))
+    assert elapsed_s(result(variant, 0, [5.0, 4.0, 3.5, 3.0]), times) == [180, 360, 540, 760]
+    times.save(tmp_path / "times.json")
+    assert PlannedTimes.load(tmp_path / "times.json") == times
+    table = tables.iterations({"sandwich": {0: result(variant, 0, [5.0, 4.0, 3.5, 3.0])}}, times)
+    assert table is not None
+    assert [row[1:4] for row in table.rows] == [("2 x 6 & 3 of 6", "75%", "90.00"), ("6 of 6", "25%", "110.00")]
+
+
 def test_what_was_not_planned_has_no_time() -> None:
     refused = {
-        work: PlannedTime(None, refusal="too little memory") for work in PROMISES if work.placed_for < work.visited
+        work: PlannedTime(None, refusal="too little memory") for work in PROMISES if work.placed_for != work.visited
     }
     assert elapsed_s(RESULTS[1], replace(TIMES, plans={**PROMISES, **refused})) is None
     assert elapsed_s(RESULTS[0], replace(TIMES, plans={})) is None
