@@ -2,7 +2,8 @@
 
 A path of each length is planned twice: with nodes where they are best for that length, and with nodes where they are
 best for the length that most iterations of the run have. Nodes do not move while a model is trained, so the second is
-what a run takes; the first says what moving them could still win. Only when a model grows do nodes find new places.
+what a run takes; the first says what moving them could still win. Only when a model grows, or begins to heal, which is
+a job of its own, do nodes find new places.
 
 An iteration with paths of several lengths has one plan for all of them, as in a job. While healing, an iteration in
 several passes counts as so many. Bridges are not counted here, though plans of jobs count them: they take a few
@@ -12,6 +13,7 @@ which do take long.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -50,6 +52,8 @@ class TimedPhase(NamedTuple):
     """Stages on a path."""
     young: bool = False
     """The model has no other stages yet."""
+    heals: bool = False
+    """Only bridges and adapters learn."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ class PlannedTimes:
                     phase.visited, round(layers * share), phase.visited, phase.visited, early_exit
                 )
             else:
-                usual = phase if moving else most_frequent(phases)
+                usual = phase if moving or phase.heals else most_frequent(phases)
                 found[phase] = PlannedIteration(variant.stages, layers, phase.visited, usual.visited, early_exit)
         return found
 
@@ -190,8 +194,9 @@ def _path_length(entry: Fields, name: str) -> PathLength:
 
 
 def most_frequent(phases: Mapping[TimedPhase, int]) -> TimedPhase:
-    """The phase of most iterations of the grown model; the one with the longest paths, if there are several."""
-    grown = [phase for phase in phases if not phase.young] or list(phases)
+    """The phase of most iterations of the grown model before it heals; the one with the longest paths, if there are
+    several."""
+    grown = [phase for phase in phases if not (phase.young or phase.heals)] or list(phases)
     return max(grown, key=lambda phase: (phases[phase], parts_of(phase.visited)))
 
 
@@ -221,14 +226,17 @@ def elapsed_s(result: Mapping[str, Any], times: PlannedTimes) -> list[float] | N
 
 def phases_of(variant: Variant, iterations: int) -> tuple[TimedPhase, ...]:
     """The phase of every iteration."""
-    return _phases(variant.recipe.skip, variant.recipe.grow, variant.stages, iterations)
+    heals_at = math.ceil(variant.recipe.heal_at * iterations)
+    return _phases(variant.recipe.skip, variant.recipe.grow, variant.stages, iterations, heals_at)
 
 
 @cache  # used again and again by runs and tables
-def _phases(skip: str, grow: str, stages: int, iterations: int) -> tuple[TimedPhase, ...]:
+def _phases(skip: str, grow: str, stages: int, iterations: int, heals_at: int) -> tuple[TimedPhase, ...]:
     recipe = SkipSchedule(skip, grow)
     return tuple(
-        TimedPhase(recipe.visited(number, iterations, stages, stages), recipe.is_young(number, iterations))
+        TimedPhase(
+            recipe.visited(number, iterations, stages, stages), recipe.is_young(number, iterations), number >= heals_at
+        )
         for number in range(iterations)
     )
 

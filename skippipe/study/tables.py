@@ -343,7 +343,7 @@ def iterations(runs: Runs, times: PlannedTimes) -> Table | None:
         variant = variant_of(one)
         phases = Counter(phases_of(variant, one["settings"]["iterations"]))
         wanted = [times.planned_iterations(variant, phases, moving=moving) for moving in (False, True)]
-        for phase in sorted(phases, key=lambda phase: (parts_of(phase.visited), phase.young), reverse=True):
+        for phase in sorted(phases, key=lambda phase: (parts_of(phase.visited), *phase[1:]), reverse=True):
             plans = [times.plans.get(each[phase]) for each in wanted]
             seconds = [f"{each.iteration_s:.2f}" if each and each.iteration_s else NOTHING for each in plans]
             share = f"{phases[phase] / phases.total():.0%}"
