@@ -1,12 +1,13 @@
 """What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
-    python -m benchmarks.best [published20] [full-timing] [codecs] [settings] [first] [sizes] [random] [--seeds N]
-                              [--budget S] [--keep FILE] [--codecs HOPS,BACK,GRADIENTS …]
+    python -m benchmarks.best [published20] [full-timing] [sandwiches] [codecs] [settings] [first] [sizes] [random]
+                              [--seeds N] [--budget S] [--keep FILE] [--codecs HOPS,BACK,GRADIENTS …]
 
-Without names, all seven. `codecs` has bytes, seconds and samples a second of smaller codecs in full timing, with sizes
+Without names, all eight. `codecs` has bytes, seconds and samples a second of smaller codecs in full timing, with sizes
 open and given by hand; `--codecs` chooses which, as int8,int4-stochastic,int4: of activations, of their gradients, of
 weight gradients. `first` has the time until there is a valid plan; the others compare seconds of an iteration.
 `full-timing` counts averaging and queues on links, and holds the search against sizes that are given by hand.
+`sandwiches` are iterations with whole paths and halves, against iterations of one kind by turns.
 With `--keep` a run over random clusters that was cut short goes on where it was.
 """
 
@@ -30,9 +31,10 @@ from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, PlanRequest, Problem, Strategy, lane_unit
 from skippipe.planner.published import EXAMPLES, Example
-from skippipe.planner.strategies import compile_kernels, compile_search, make_plan
+from skippipe.planner.strategies import compile_kernels, compile_search, make_plan, make_sandwich, with_paths_of
 from skippipe.presets import preset, random_cluster
 from skippipe.simulator import simulate
+from skippipe.skip_schedule import path_length_text
 from skippipe.timeline import Timing
 from skippipe.workload import LinkDtypes, Workload
 
@@ -52,6 +54,7 @@ CODECS_USED = (
 """Of activations, their gradients and weight gradients."""
 FEWER_SEEDS = 3  # where bytes are fewer, and the search easier
 WHOLE_BACKWARD = DecisionVariables(split_backward=False)
+SANDWICHES = ((6, 3, 3), (6, 3), (6, 6, 3), (6, 6, 6, 6, 6, 3))  # stages on the paths of equal parts of an iteration
 
 
 def problem_of(example: Example, decision_variables: DecisionVariables = ALL) -> Problem:
@@ -272,6 +275,30 @@ def sizes(seeds: int, budget_s: float) -> None:
         )
 
 
+def sandwiches(seeds: int, budget_s: float) -> None:
+    """published20 in full timing, int8: paths through all six stages and through three, in one iteration or by turns on
+    the same nodes."""
+    problem = replace(problem_of(EXAMPLES["published20"]()), timing=Timing.FULL, sizes=())
+    problem = replace(problem, workload=replace(problem.workload, gradient_dtype="int8", wire_dtype="int8"))
+    print("| seed | paths | placed for them | on the stages of whole paths | by turns there |\n|---|---|---|---|---|")
+    for seed in range(seeds):
+        request = PlanRequest(seed=seed, budget_s=budget_s)
+        whole = make_plan(full(problem), Strategy.BEST, request)
+        half_s = iteration_s(with_paths_of(whole, 3, Strategy.BEST, request))
+        print(f"| {seed} | 6 | {iteration_s(whole):.2f} s | | |\n| {seed} | 3 | | {half_s:.2f} s | |", flush=True)
+        for lengths in SANDWICHES:
+            placed, kept = (
+                make_sandwich(problem, lengths, request),
+                with_paths_of(whole, lengths, Strategy.BEST, request),
+            )
+            turns_s = statistics.mean(iteration_s(whole) if each == 6 else half_s for each in lengths)
+            print(
+                f"| {seed} | {path_length_text(lengths)} | {iteration_s(placed):.2f} s, "
+                f"{iteration_s(placed) / iteration_s(whole):.2f} | {iteration_s(kept):.2f} s | {turns_s:.2f} s |",
+                flush=True,
+            )
+
+
 def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]:
     """[seed][strategy], of earlier runs with this budget."""
     lines = keep.read_text().splitlines() if keep and keep.exists() else []
@@ -282,6 +309,7 @@ def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]
 PARTS = {
     "published20": published20,
     "full-timing": full_timing,
+    "sandwiches": sandwiches,
     "settings": settings,
     "first": first,
     "sizes": sizes,
