@@ -319,7 +319,8 @@ def _make_job_plan(
     strategy = Strategy(pipeline.strategy)
     usual = _most_frequent(lengths) if job.followed.phases else problem.visited
     if isinstance(usual, tuple) and strategy is Strategy.BEST and budget is None:
-        return make_sandwich(problem, usual, request)
+        with _explain_infeasible(usual, problem.stages):
+            return make_sandwich(problem, usual, request)
     return make_plan(problem, strategy, request)
 
 
