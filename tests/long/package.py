@@ -82,7 +82,7 @@ def test_it_runs_where_nothing_else_is(installed: Path, tmp_path: Path) -> None:
 def test_what_is_missing_is_said_in_one_line(installed: Path, tmp_path: Path) -> None:
     """Training and serving need extras."""
     _run(installed / "skippipe", "job", "-o", "job.toml", folder=tmp_path)
-    commands = ["train job.toml", "node --join a:1 --key k", "serve run", "eval run --text classics-val"]
+    commands = ["train job.toml", "node --join a:1 --key k", "serve austen", "eval austen --text classics-val"]
     for line in commands:
         words = [str(installed / "skippipe"), *line.split()]
         done = subprocess.run(words, cwd=tmp_path, env=ELSEWHERE, capture_output=True, text=True)
