@@ -109,8 +109,8 @@ def parts_of(device: str, folder: Path) -> list[Part]:
         Part("serve", 100, (module("benchmarks.on_gpu", "serve", *on, "--dtype", dtype),)),
         Part(
             "optimizers",
-            120,
-            (module("benchmarks.optimizers", *on, "--parameters", "1e9" if card else "1e6", *compiled_here),),
+            240,
+            (module("benchmarks.optimizers", *on, *(compiled_here or ("--parameters", "1e6", "--tokens", "128"))),),
         ),
         Part("codecs", 200, (module("benchmarks.codecs", *codecs, *on, *compiled_here),)),
         Part(
