@@ -287,10 +287,8 @@ def sandwiches(seeds: int, budget_s: float) -> None:
         half_s = iteration_s(with_paths_of(whole, 3, Strategy.BEST, request))
         print(f"| {seed} | 6 | {iteration_s(whole):.2f} s | | |\n| {seed} | 3 | | {half_s:.2f} s | |", flush=True)
         for lengths in SANDWICHES:
-            placed, kept = (
-                make_sandwich(problem, lengths, request),
-                with_paths_of(whole, lengths, Strategy.BEST, request),
-            )
+            placed = make_sandwich(problem, lengths, request)
+            kept = with_paths_of(whole, lengths, Strategy.BEST, request)
             turns_s = statistics.mean(iteration_s(whole) if each == 6 else half_s for each in lengths)
             print(
                 f"| {seed} | {path_length_text(lengths)} | {iteration_s(placed):.2f} s, "

@@ -21,6 +21,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu import synchronize
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Averaging
 from skippipe.model.flat_params import FlatParams
@@ -105,22 +106,17 @@ def measured(
     weights = FlatParams(named, OptimConfig(optimizer), offload=offload == "optimizer", compiled=compiled)
     named.clear()
     averager = GradientAverager(weights.gradient, "fp32", offload != "none")
-    schedule = Averaging((0, 1)).schedule
     took_s = []
     before_b = peak_b = 0.0
     for step in range(STEPS):
         weights.gradient.normal_(generator=random)
-        averager.begin(schedule)
-        for piece in range(2):
-            averager.contribute(piece, [], total=True)
-        summed = averager.summed
+        summed = summed_alone(averager)
         if device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before_b = torch.cuda.memory_allocated() / rows / width**2
         began = time.perf_counter()
-        norm = weights.squared_norm(2, summed)
-        weights.step(1e-4, min(1.0, norm**-0.5), summed)
+        clipped_step(weights, summed)
         if device.type == "cuda":
             torch.cuda.synchronize()
             peak_b = torch.cuda.max_memory_allocated() / rows / width**2
@@ -128,6 +124,19 @@ def measured(
         averager.close(followed=True)
         assert weights.steps == step + 1
     return before_b, peak_b, min(took_s), weights.values[: 2**20].cpu().clone()
+
+
+def summed_alone(averager: GradientAverager) -> Tensor:
+    """The sum of gradients as this node would leave it after averaging with another, of which nothing came."""
+    averager.begin(Averaging((0, 1)).schedule)
+    for piece in range(2):
+        averager.contribute(piece, [], total=True)
+    return averager.summed
+
+
+def clipped_step(weights: FlatParams, summed: Tensor) -> None:
+    norm = weights.squared_norm(2, summed)
+    weights.step(1e-4, min(1.0, norm**-0.5), summed)
 
 
 def iterations(given: argparse.Namespace) -> None:
@@ -169,24 +178,16 @@ def iterations(given: argparse.Namespace) -> None:
 
 
 def iteration_s(stage: StageStep, averager: GradientAverager, inputs: Tensor, back: Tensor, microbatches: int) -> float:
-    device = torch.device(stage.device)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     began = time.perf_counter()
     stage.weights.gradient.zero_()
     for number in range(microbatches):
         key = (0, number)
         stage.forward(key, inputs)
         stage.backward(key, back)
-    averager.begin(Averaging((0, 1)).schedule)
-    for piece in range(2):
-        averager.contribute(piece, [], total=True)
-    summed = averager.summed
-    norm = stage.weights.squared_norm(2, summed)
-    stage.weights.step(1e-4, min(1.0, norm**-0.5), summed)
+    clipped_step(stage.weights, summed_alone(averager))
     averager.close(followed=True)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - began
 
 

@@ -109,10 +109,15 @@ def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pl
     else:
         compile_kernels()
         plan = TwoPhaseSearch(problem, strategy, request).plan()
-    plan = averaging_fastest(plan, thorough=True)
-    plan = plan.promising(simulate(plan, problem.timing))
+    plan = _with_averaging(problem, plan)
     request.progress("searched", 1.0, seconds(iteration_ns(plan)))
     return _bounded(problem, plan, request) if request.bound_s else plan
+
+
+def _with_averaging(problem: Problem, plan: Plan) -> Plan:
+    """The plan with averaging that is looked for thoroughly, and what it promises then."""
+    plan = averaging_fastest(plan, thorough=True)
+    return plan.promising(simulate(plan, problem.timing))
 
 
 def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
@@ -162,8 +167,8 @@ def _small_problem() -> Problem:
 
 
 def _best(problem: Problem, request: PlanRequest) -> Plan:
-    until = request.clock() + request.budget_s
     began = request.clock()
+    until = began + request.budget_s
     changes = request.changes
     if request.start:
         starts = [_checked_start(problem, request.start)]
@@ -175,16 +180,23 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
         changes *= 1 - share
     else:
         starts = _initial_plans(problem, request, until)
-
-    def stopped() -> bool:
-        return request.stopped() or request.clock() >= until
-
     bound = Bound(0, "")
     if request.bound_s and not may_move_layers(problem):  # a bound is for given layers
         request.progress("proving what no plan can beat", 0, None)
         same = variants(problem, starts[0].layers)
         bound = lower_bound(same, EARLY_BOUND_SHARE * request.bound_s, request.clock, request.stopped)
     what = f"searching, no plan is under {seconds(bound.ns):.1f} s" if bound.reason else "searching"
+    return _improved(problem, starts, replace(request, changes=changes), began, what)
+
+
+def _improved(
+    problem: Problem, starts: list[Plan], request: PlanRequest, began: float, what: str = "searching"
+) -> Plan:
+    """The best plan found from these on, with what is left of the seconds that the request has had since it `began`."""
+    until, changes = began + request.budget_s, request.changes
+
+    def stopped() -> bool:
+        return request.stopped() or request.clock() >= until
 
     def on_progress(done: float, best_ns: int) -> None:
         spent = (request.clock() - began) / request.budget_s if request.budget_s else 1.0
@@ -428,7 +440,7 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
     The search begins with paths that repair finds on these stages; Infeasible if there are none.
     """
     compile_repair()
-    until = request.clock() + request.budget_s
+    began = request.clock()
     first = repaired(
         plan,
         plan.placement,
@@ -442,21 +454,10 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
         raise _no_paths(plan, length)
     longest = len(plan.stages)  # of any path: how many there are of each length is as in the first plan
     if problem is None:
-        searched = problem_on_stages(plan, longest)
+        searched, request = problem_on_stages(plan, longest), replace(request, placement=plan.placement)
     else:
         searched = replace(problem, visited=longest, workload=plan.workload, layers=plan.layers)
-
-    def stopped() -> bool:
-        return request.stopped() or request.clock() >= until
-
-    def on_progress(done: float, best_ns: int) -> None:
-        spent = 1 - (until - request.clock()) / request.budget_s if request.budget_s else 1.0
-        request.progress("searching", min(1.0, max(spent, done / request.changes)), seconds(best_ns))
-
-    keep_stages = problem is None or request.placement is not None
-    found = improve(searched, [first], request.seed, request.changes, stopped, on_progress, keep_stages)
-    found = averaging_fastest(found, thorough=True)
-    return found.promising(simulate(found, searched.timing))
+    return _with_averaging(searched, _improved(searched, [first], request, began))
 
 
 def has_lengths(plan: Plan, length: PathLength) -> bool:

@@ -13,7 +13,6 @@ which do take long.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -210,32 +209,25 @@ def variant_of(result: Mapping[str, Any]) -> Variant:
 def elapsed_s(result: Mapping[str, Any], times: PlannedTimes) -> list[float] | None:
     """Planned seconds from the start of a run to each point of its curve; None if something was not planned."""
     variant = variant_of(result)
-    phases = phases_of(variant, result["settings"]["iterations"])
+    phases = phases_of(variant.recipe, variant.stages, result["settings"]["iterations"])
     wanted = times.planned_iterations(variant, Counter(phases))
     plans = {phase: times.plans.get(work) for phase, work in wanted.items()}
     seconds = {phase: each.iteration_s for phase, each in plans.items() if each and each.iteration_s}
     if seconds.keys() != wanted.keys():
         return None
-    each_s = [seconds[phase] for phase in phases]
-    for number in range(len(each_s)) if variant.heal_passes > 1 else ():
-        if variant.recipe.heals(number, len(each_s)):
-            each_s[number] *= variant.heal_passes
+    each_s = (seconds[phase] * (variant.heal_passes if phase.heals else 1) for phase in phases)
     passed = list(accumulate(each_s, initial=0.0))
     return [passed[int(point[0])] for point in result["curve"]]
 
 
-def phases_of(variant: Variant, iterations: int) -> tuple[TimedPhase, ...]:
-    """The phase of every iteration."""
-    heals_at = math.ceil(variant.recipe.heal_at * iterations)
-    return _phases(variant.recipe.skip, variant.recipe.grow, variant.stages, iterations, heals_at)
-
-
 @cache  # used again and again by runs and tables
-def _phases(skip: str, grow: str, stages: int, iterations: int, heals_at: int) -> tuple[TimedPhase, ...]:
-    recipe = SkipSchedule(skip, grow)
+def phases_of(recipe: SkipSchedule, stages: int, iterations: int) -> tuple[TimedPhase, ...]:
+    """The phase of every iteration."""
     return tuple(
         TimedPhase(
-            recipe.visited(number, iterations, stages, stages), recipe.is_young(number, iterations), number >= heals_at
+            recipe.visited(number, iterations, stages, stages),
+            recipe.is_young(number, iterations),
+            recipe.heals(number, iterations),
         )
         for number in range(iterations)
     )
@@ -257,7 +249,7 @@ def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: in
         times = replace(times, plans=found.plans)
     wanted: set[PlannedIteration] = set()
     for run in study.runs:
-        phases = Counter(phases_of(run.variant, run.iterations))
+        phases = Counter(phases_of(run.variant.recipe, run.variant.stages, run.iterations))
         wanted.update(
             times.planned_iterations(run.variant, phases).values(),
             times.planned_iterations(run.variant, phases, moving=True).values(),

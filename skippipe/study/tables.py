@@ -341,7 +341,7 @@ def iterations(runs: Runs, times: PlannedTimes) -> Table | None:
     for name, seeds in runs.items():
         one = next(iter(seeds.values()))
         variant = variant_of(one)
-        phases = Counter(phases_of(variant, one["settings"]["iterations"]))
+        phases = Counter(phases_of(variant.recipe, variant.stages, one["settings"]["iterations"]))
         wanted = [times.planned_iterations(variant, phases, moving=moving) for moving in (False, True)]
         for phase in sorted(phases, key=lambda phase: (parts_of(phase.visited), *phase[1:]), reverse=True):
             plans = [times.plans.get(each[phase]) for each in wanted]
