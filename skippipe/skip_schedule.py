@@ -65,7 +65,10 @@ class SkipSchedule:
     until 65% of the run, then nothing; with model.weights, nothing all along."""
     grow: str = ""
     """Until this share of the run, as in "65%", all microbatches skip the same stages; these are then made as copies of
-    trained ones. So a smaller model is trained first, and grows. Empty: all stages are there from the start."""
+    trained ones. So a smaller model is trained first, and grows; "50%, 90%": in two steps, as less is skipped. Empty:
+    all stages are there from the start."""
+    grow_preserving: bool = False
+    """Whether the copies add nothing at first: their output projections begin as zero, so the model stays as it was."""
     residual: Residual = "plain"
     """"scaled": what a visited stage adds counts for those that are skipped too, (S−1)/(L−1) times, so that the sum
     stays as large as the whole model's."""
@@ -90,6 +93,9 @@ class SkipSchedule:
     half of them or more. They share the rank."""
     adapters_shared: Annotated[int, Range(0, 100_000)] = 0
     """Of the rank of adapters by hop, so much is the same for all hops; the rest is divided among them."""
+    repeats: Annotated[int, Range(0, 1000)] = 0
+    """How many of the stages that a hop leaves out the stage before it takes the place of, after its own turn: its
+    layers run once more for each of the first so many, with other adapters. All turns share the rank. 0: of none."""
     distill: Annotated[float, SHARE] = 0.0
     """Weight of what the whole model says in the loss of microbatches that skip stages (distillation): the rest is that
     of the text itself. They pass the whole model, too, forward only. 0: none."""
@@ -103,9 +109,7 @@ class SkipSchedule:
 
     def __post_init__(self) -> None:
         _ = self.phases
-        young = {share for phase in self._before(self.grown_at) for mix in phase.turn for share in mix}
-        if self.grow and len(young) != 1:
-            raise UserError(f"recipe.grow: until {self.grow} the same share must be skipped all along, and be given")
+        self._check_growth()
         check_ranges(self, "recipe")
         if self.bridges and self.swaps:
             raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
@@ -115,6 +119,9 @@ class SkipSchedule:
             raise UserError("recipe.adapters_by_hop: there are none; add recipe.adapters, such as 512")
         if self.adapters_shared and not (self.adapters_by_hop and self.adapters_shared < self.adapters):
             raise UserError("recipe.adapters_shared: goes with recipe.adapters_by_hop, and is less than their rank")
+        if self.repeats and (self.adapters_by_hop or not self.adapters or self.adapters % (self.repeats + 1)):
+            turns = self.repeats + 1
+            raise UserError(f"recipe.repeats: {turns} turns share the rank of recipe.adapters: a multiple, not by hop")
         if self.distill_hidden and not self.distill:
             raise UserError("recipe.distill_hidden: there is no teacher; add recipe.distill, such as 0.9")
         if self.heal and self.heal_at <= self.grown_at:
@@ -122,15 +129,32 @@ class SkipSchedule:
         if self.exposure == []:
             raise UserError("recipe.exposure: the list is empty; give a number for each stage but the first")
 
+    def _check_growth(self) -> None:
+        if self.grow_preserving and not self.grow:
+            raise UserError("recipe.grow_preserving: nothing grows; add recipe.grow, such as 85%")
+        begin, before = Fraction(0), Fraction(1)
+        for step in self.growth:
+            shares = {share for phase in self._between(begin, step) for mix in phase.turn for share in mix}
+            if begin and (step <= begin or min(shares) >= before):
+                raise UserError("recipe.grow: a model that grows again does so later, and skips less until then")
+            if len(shares) != 1:
+                raise UserError(f"recipe.grow: until {self.grow} one share must be skipped all along, and be given")
+            begin, before = step, min(shares)
+
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
         """The phases of `skip`; empty: none is given."""
         return parse_skip(self.skip) if self.skip.strip() else ()
 
     @cached_property
+    def growth(self) -> tuple[Fraction, ...]:
+        """Shares of the run at which the model grows."""
+        return tuple(parse_share(each.strip(), "recipe.grow") for each in self.grow.split(",")) if self.grow else ()
+
+    @property
     def grown_at(self) -> Fraction:
         """Share of the run after which all stages are there."""
-        return parse_share(self.grow, "recipe.grow") if self.grow else Fraction(0)
+        return self.growth[-1] if self.growth else Fraction(0)
 
     @cached_property
     def heal_at(self) -> Fraction:
@@ -148,10 +172,11 @@ class SkipSchedule:
     def is_young(self, iteration: int, iterations: int) -> bool:
         return iteration < math.ceil(self.grown_at * iterations)
 
-    def _before(self, share: Fraction) -> list[Phase]:
-        """Phases that begin before this share of the run."""
+    def _between(self, begin: Fraction, end: Fraction) -> list[Phase]:
+        """Phases of this part of the run."""
         begins = [Fraction(0), *(phase.until for phase in self.phases)]
-        return [phase for phase, start in zip(self.phases, begins, strict=False) if start < share]
+        pairs = zip(self.phases, begins, strict=False)
+        return [phase for phase, start in pairs if start < end and phase.until > begin]
 
     def visited(self, iteration: int, iterations: int, stages: int, default_length: int) -> PathLength:
         """Stages on the paths of this iteration; `default_length` is the pipeline's own length."""
@@ -238,14 +263,15 @@ def young_stages(stages: int, visited: int) -> tuple[int, ...]:
 
 
 def donors(stages: int, visited: int) -> dict[int, int]:
-    """New stages of a model that grows, and the trained stage that each is a copy of.
+    """New stages of a model that grows from `visited` stages to `stages`, and the trained stage, of these, that each is
+    a copy of.
 
     What lies between the first stage and the last is repeated as a block, which works better than to double stage by
-    stage (Du et al., "Stacking Your Transformers", 2024).
+    stage (Du et al., "Stacking Your Transformers", 2024); of two stages, the last is.
     """
-    if visited < 3:
-        raise UserError(f"recipe.grow: a model of {visited} stages has none between the first and the last to copy")
-    return {new: 1 + (new - (visited - 1)) % (visited - 2) for new in range(visited - 1, stages - 1)}
+    if visited < 2:
+        raise UserError("recipe.grow: a model of one stage has none after the first to copy")
+    return {new: 1 + (new - (visited - 1)) % max(1, visited - 2) for new in range(visited - 1, stages - 1)}
 
 
 def parse_skip(text: str) -> tuple[Phase, ...]:

@@ -3,18 +3,21 @@
 Without it the folder is an ordinary model. With it the model answers better when stages are missing, and is the same
 when none is. The file's metadata:
 
-    skippipe_bridges   version of this format, "1"
+    skippipe_bridges   version of this format: "1", or "2" with repeats
     layers             layers of each stage, as in "2,2,2": bridges and adapters are for these stages alone
     bridges            rank of the bridges; "0": there are none
     adapters           rank of the adapters; "0": there are none
     adapter_scale      how strong adapters are where k of S stages are missing: "missing": 2k/S times. "hop": those of
                        their own for each number of stages that the hop from a stage leaves out. "hop 256": the last
                        256 of the rank as with "hop", those before as with "missing"
+    repeats            how many of the stages that are missing after a stage it takes the place of; the adapters' rank
+                       is divided equally among these turns and its own, which is the first. Left out: "0"
 
 Tensors, of a model of S stages and d channels (n = S − stage − 1 is how many bridges begin at a stage: to the stages
 from the next but one on, and to the head):
 
     bridges.STAGE.down [n, d, rank]   bridges.STAGE.up [n, rank, d]   bridges.STAGE.gain [n, d]
+    gates.STAGE [repeats, d]          by what that which the layers add in each of these turns is multiplied
     MAP.adapter_down [rank, inputs]   MAP.adapter_up [outputs, rank], for every linear map of every layer, as in
                                       model.layers.3.self_attn.q_proj
 """
@@ -36,7 +39,7 @@ from skippipe.errors import UserError
 from skippipe.model.stage import Bridges, StageAdapters, StageModel
 
 BRIDGES_FILE = "bridges.safetensors"
-VERSION = "1"
+VERSION, REPEATS_VERSION = "1", "2"
 DIGITS = 6  # of a number in the metadata
 BY_MISSING, BY_HOP = "missing", "hop"
 
@@ -53,16 +56,20 @@ class StandInsInfo:
     """Rank of the adapters; 0: there are none."""
     hop_rank: int = 0
     """The part of the adapters' rank that is divided among hops of different length."""
+    repeats: int = 0
+    """Stages that a stage takes the place of, of those that are missing after it."""
 
     @property
     def metadata(self) -> dict[str, str]:
+        repeats = {"repeats": str(self.repeats)} if self.repeats else {}
         return {
             "format": "pt",
-            "skippipe_bridges": VERSION,
+            "skippipe_bridges": REPEATS_VERSION if repeats else VERSION,
             "layers": ",".join(map(str, self.layers)),
             "bridges": str(self.bridges),
             "adapters": str(self.adapters),
             "adapter_scale": self._adapter_scale,
+            **repeats,
         }
 
     @property
@@ -83,13 +90,15 @@ def write_bridges(
 ) -> Path:
     """Write those of all stages, in the order of the stages; OSError if it cannot be written."""
     ranks = [each.down.shape[1] // each.width for each in bridges[:1]], [each.rank for each in adapters[:1]]
-    info = StandInsInfo(layers, sum(ranks[0]), sum(ranks[1]), hop_rank)
+    info = StandInsInfo(layers, sum(ranks[0]), sum(ranks[1]), hop_rank, adapters[0].repeats if adapters else 0)
     tensors: dict[str, Tensor] = {}
     for stage, held in enumerate(bridges):
         shapes = _bridge_shapes(stage, info, held.width)
         tensors |= {name: each.view(shapes[name]) for name, each in _bridge_weights(stage, held)}
-    for parts in adapters:
-        tensors |= dict(_adapter_weights(parts))
+    for stage, parts in enumerate(adapters):
+        tensors |= dict(_adapter_weights(stage, parts))
+        if parts.repeats:
+            tensors[f"gates.{stage}"] = parts.gates.view(parts.repeats, -1)
     file = folder / BRIDGES_FILE
     kept = {name: each.detach().to("cpu", dtype).contiguous() for name, each in tensors.items()}
     save_tensors(kept, file, info.metadata)
@@ -104,8 +113,11 @@ def bridges_info(folder: Path, layers: int) -> StandInsInfo | None:
     with _opened(file) as opened:
         found = opened.metadata() or {}
     version = found.get("skippipe_bridges")
-    if version != VERSION:
-        raise UserError(f"{file}: has format '{version}', and this version of skippipe reads {VERSION}; make it anew")
+    if version not in (VERSION, REPEATS_VERSION):
+        raise UserError(
+            f"{file}: has format '{version}', and this version of skippipe reads {VERSION} and {REPEATS_VERSION}; "
+            "make it anew"
+        )
     counts = [_whole(file, "layers", word) for word in found.get("layers", "").split(",")[: layers + 1]]
     if sum(counts) != layers or 0 in counts or len(counts) < 2:
         raise UserError(f"{file}: is for {len(counts)} stages of {sum(counts)} layers; the model has {layers} layers")
@@ -115,7 +127,10 @@ def bridges_info(folder: Path, layers: int) -> StandInsInfo | None:
     hop_rank = (_whole(file, "adapter_scale", part) if part else adapters) if kind == BY_HOP else 0
     if (scale != BY_MISSING and (kind != BY_HOP or hop_rank > adapters)) or not (bridges or adapters):
         raise UserError(f"{file}: neither bridges nor adapters, or an adapter_scale that is not known, '{scale[:20]}'")
-    return StandInsInfo(tuple(counts), bridges, adapters, hop_rank)
+    repeats = _whole(file, "repeats", found.get("repeats", "0"))
+    if repeats and (hop_rank or not adapters or adapters % (repeats + 1)):
+        raise UserError(f"{file}: {repeats} repeats do not go with adapters of rank {adapters}, or with those by hop")
+    return StandInsInfo(tuple(counts), bridges, adapters, hop_rank, repeats)
 
 
 @torch.no_grad()
@@ -127,6 +142,8 @@ def load_bridges(
     expected = _bridge_shapes(number, info, width)
     for name, module in stage.linear_maps() if info.adapters else ():
         expected |= _adapter_shapes(name, module, info.adapters)
+    if info.repeats:
+        expected[f"gates.{number}"] = (info.repeats, width)
     with _opened(file) as opened:
         there = set(opened.keys())
         for name, shape in expected.items():  # before anything is made as large as the metadata say
@@ -139,9 +156,9 @@ def load_bridges(
                 )
         stages = len(info.layers)
         bridges = Bridges(number, stages, width, info.bridges, 0) if info.bridges and number < stages - 1 else None
-        adapters = StageAdapters(stage, info.adapters, 0) if info.adapters else None
+        adapters = StageAdapters(stage, info.adapters, 0, info.repeats) if info.adapters else None
         weights = [*(_bridge_weights(number, bridges) if bridges else ())]
-        weights += _adapter_weights(adapters) if adapters else ()
+        weights += _adapter_weights(number, adapters) if adapters else ()
         for name, each in weights:
             each.copy_(opened.get_tensor(name).view(each.shape))
     return bridges, adapters
@@ -157,7 +174,9 @@ def _bridge_shapes(stage: int, info: StandInsInfo, width: int) -> dict[str, tupl
     return {f"bridges.{stage}.{part}": shape for part, shape in shapes.items()} if rank and count else {}
 
 
-def _adapter_weights(adapters: StageAdapters) -> Iterator[tuple[str, nn.Parameter]]:
+def _adapter_weights(stage: int, adapters: StageAdapters) -> Iterator[tuple[str, nn.Parameter]]:
+    if adapters.repeats:
+        yield f"gates.{stage}", adapters.gates
     for name, part in zip(adapters.names, adapters.parts, strict=True):
         yield from ((f"{name}.adapter_{which}", each) for which, each in part.named_parameters())
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.model.model_spec import MASKS
-from skippipe.model.stage import StageModel
+from skippipe.model.stage import Repeated, StageModel
 from skippipe.stage_subset import Hop, Visits
 
 MIN_ROOM = 64  # tokens of a slot, at first
@@ -276,6 +276,8 @@ class CachedStage:
             )
         self._windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         self.cache = StageCache(model.numbers.start, self._windows, max_tokens)
+        self._repeat_caches: list[StageCache] = []
+        """One for each turn in which the stage has taken the place of another."""
         self._rotations: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()
@@ -283,19 +285,48 @@ class CachedStage:
         """What the stage hands on; what it adds to the residual stream is multiplied by `residual_scale`. `hop`: where
         it goes, if stages are missing."""
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
-        past = self.cache.begin(rows)
         positions = None if rows.even else rows.positions_on(hidden.device)
         rotation = self._rotation(rows, positions, hidden)
         masks = {window: mask(rows, window, hidden) for window in dict.fromkeys(self._windows)}
-        output = hidden
-        self.model.set_hop(hop)
-        for layer, window in zip(self.model.layers, self._windows, strict=True):
-            output = layer(output, attention_mask=masks[window], position_embeddings=rotation, past_key_values=past)
-        return self.handed_on(hidden, output, residual_scale, hop)
 
-    def handed_on(self, hidden: Tensor, output: Tensor, residual_scale: float, hop: Hop | None) -> Tensor:
-        """What the stage hands on, from its input and the output of its layers."""
-        return self.model.cross(output if residual_scale == 1.0 else torch.lerp(hidden, output, residual_scale), hop)
+        def through(given: Tensor, turn: int) -> Tensor:
+            past = self._cache_of(turn).begin(rows)
+            for layer, window in zip(self.model.layers, self._windows, strict=True):
+                given = layer(given, attention_mask=masks[window], position_embeddings=rotation, past_key_values=past)
+            return given
+
+        self.model.set_hop(hop)
+        return self.handed_on(hidden, through(hidden, 0), residual_scale, hop, through)
+
+    def handed_on(
+        self,
+        hidden: Tensor,
+        output: Tensor,
+        residual_scale: float,
+        hop: Hop | None,
+        repeated: Repeated | None = None,
+    ) -> Tensor:
+        """What the stage hands on, from its input and the output of its layers; `repeated`: as `StageModel.cross`."""
+        scaled = output if residual_scale == 1.0 else torch.lerp(hidden, output, residual_scale)
+        return self.model.cross(scaled, hop, repeated)
+
+    def free(self, slot: int) -> None:
+        for cache in self._caches:
+            cache.free(slot)
+
+    def move(self, source: int, target: int) -> None:
+        for cache in self._caches:
+            if cache.length(source):
+                cache.move(source, target)
+
+    @property
+    def _caches(self) -> list[StageCache]:
+        return [self.cache, *self._repeat_caches]
+
+    def _cache_of(self, turn: int) -> StageCache:
+        while turn > len(self._repeat_caches):
+            self._repeat_caches.append(StageCache(self.cache.first_layer, self._windows, self.cache.max_tokens))
+        return self._caches[turn]
 
     def rotations(self, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions before `end`, and perhaps more: [1, positions, head size]."""
@@ -348,11 +379,11 @@ class StageChain:
 
     def free(self, slot: int) -> None:
         for stage in self.stages:
-            stage.cache.free(slot)
+            stage.free(slot)
 
     def move(self, source: int, target: int) -> None:
         for stage in self.stages:
-            stage.cache.move(source, target)
+            stage.move(source, target)
 
 
 @torch.inference_mode()

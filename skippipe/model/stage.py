@@ -12,11 +12,15 @@ average is close to that, and it costs a few thousandths of a stage's work.
 Adapters are the other stand-in: matrices of low rank beside every linear map of a stage's layers, as in
 LoRA. Their part is the larger the more stages a microbatch skips, and nothing for one that visits them all: so the
 whole model does not depend on them.
+
+With adapters, a stage can also take the place of stages that are missing after it (repeats): its layers run again on
+their own output, with adapters of their own for each of these turns, as in a recursive transformer (Bae et al.,
+"Relaxed Recursive Transformers", 2024).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import sqrt
 from typing import Any
 
@@ -30,7 +34,12 @@ from skippipe.model.model_spec import ModelSpec, is_linear
 from skippipe.stage_subset import Hop
 
 BRIDGE = "bridges."  # how the names of their weights begin
+GATE = 0.5  # of repeats, at the start
 EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
+
+
+Repeated = Callable[[Tensor, int], Tensor]
+"""Called with hidden states and a turn of `StageAdapters`: the output of the stage's layers."""
 
 
 class StageModel(nn.Module):
@@ -91,9 +100,13 @@ class StageModel(nn.Module):
         if self.stand_ins is not None:
             self.stand_ins.set_hop(hop)
 
-    def cross(self, hidden: Tensor, hop: Hop | None) -> Tensor:
-        """What reaches the stage that the hop leads to: over a bridge, if there is one."""
-        return hidden if hop is None or self.stand_ins is None else self.stand_ins.cross(hidden, hop)
+    def cross(self, hidden: Tensor, hop: Hop | None, repeated: Repeated | None = None) -> Tensor:
+        """What reaches the stage that the hop leads to: after the stage has taken the place of others, and over a
+        bridge, if there is one. `repeated`: what the layers make of hidden states in such a turn; by default of all of
+        a sequence at once."""
+        if hop is None or self.stand_ins is None:
+            return hidden
+        return self.stand_ins.cross(hidden, hop, repeated or (lambda given, _turn: self(given)))
 
     def loss(self, hidden: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
         """The loss of the next token, the mean over all tokens of the microbatch that count: negative labels do not.
@@ -295,11 +308,12 @@ class AdaptedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         made = super().forward(input)
-        scale = self.adapter.stage.scale
-        if scale is None:
+        stage = self.adapter.stage
+        if stage.scale is None:
             return made
-        low = functional.linear(input, self.adapter.down) * scale.to(input.device)
-        return made + functional.linear(low.to(input.dtype), self.adapter.up)
+        down, up = self.adapter.of_turn(stage) if stage.repeats else (self.adapter.down, self.adapter.up)
+        low = functional.linear(input, down) * stage.scale.to(input.device)
+        return made + functional.linear(low.to(input.dtype), up)
 
 
 class LinearAdapter(nn.Module):
@@ -312,13 +326,28 @@ class LinearAdapter(nn.Module):
         self.down = nn.Parameter(torch.randn(rank, of.in_features, generator=generator) / sqrt(of.in_features))
         self.up = nn.Parameter(torch.zeros(of.out_features, rank))
 
+    def of_turn(self, stage: StageAdapters) -> tuple[Tensor, Tensor]:
+        """The part of the rank that is for the turn that the stage has."""
+        each = stage.rank // (stage.repeats + 1)
+        here = slice(stage.turn * each, (stage.turn + 1) * each)
+        return self.down[here], self.up[:, here]
+
 
 class StageAdapters(nn.Module):
     """The adapters of a stage, kept beside its weights."""
 
-    def __init__(self, stage: StageModel, rank: int, seed: int) -> None:
+    def __init__(self, stage: StageModel, rank: int, seed: int, repeats: int = 0) -> None:
         """Every linear map of the stage's layers becomes an `AdaptedLinear`."""
         super().__init__()
+        self.repeats = repeats
+        """Of the stages that are missing after it, how many it takes the place of. All turns share the rank."""
+        self.turn = 0
+        """Of the next forward pass: 0 for the stage itself, 1, 2, … where it takes the place of those after it."""
+        if repeats:  # flat, as what is no matrix does not decay
+            self.gates = nn.Parameter(torch.full((repeats * stage.spec.config.hidden_size,), GATE))
+            """How much of what the layers add in each turn but the first counts, for each channel."""
+        self.unscaled: Tensor
+        self.register_buffer("unscaled", torch.ones(1, 1, 1), persistent=False)
         self.scale: Tensor | None = None
         """How strong adapters are for each sample of the next forward pass, [samples, 1, 1], or each of their ranks,
         [samples, 1, rank]; None: not at all."""
@@ -334,6 +363,17 @@ class StageAdapters(nn.Module):
             object.__setattr__(module, "adapter", adapter)
             self.names.append(name)
             self.parts.append(adapter)
+
+    def repeat(self, turn: int, hidden: Tensor, layers: Repeated) -> Tensor:
+        """What the stage makes of its own output in the place of the stage so many after it."""
+        scale = self.scale
+        self.turn, self.scale = turn, self.unscaled
+        try:
+            added = layers(hidden, turn) - hidden
+        finally:
+            self.turn, self.scale = 0, scale
+        gate = self.gates.view(self.repeats, -1)[turn - 1].to(hidden.device)
+        return hidden + (added * gate).to(hidden.dtype)
 
 
 def adapter_scale(missing: Tensor, left_out: Tensor, stages: int, rank: int, hop_rank: int) -> Tensor:
@@ -360,6 +400,10 @@ class StandIns(nn.Module):
         self._stages, self._hop_rank = stages, hop_rank
         self._scales: dict[Hop | None, Tensor | None] = {None: None}
 
+    @property
+    def repeats(self) -> int:
+        return self.adapters.repeats if self.adapters else 0
+
     def set_hop(self, hop: Hop | None) -> None:
         if self.adapters is None:
             return
@@ -370,7 +414,10 @@ class StandIns(nn.Module):
             self._scales[hop] = adapter_scale(missing, left_out, self._stages, self.adapters.rank, self._hop_rank)
         self.adapters.scale = self._scales[hop]
 
-    def cross(self, hidden: Tensor, hop: Hop) -> Tensor:
+    def cross(self, hidden: Tensor, hop: Hop, repeated: Repeated) -> Tensor:
+        for turn in range(1, min(self.repeats, hop.left_out) + 1):
+            assert self.adapters is not None
+            hidden = self.adapters.repeat(turn, hidden, repeated)
         if self.bridges is None or not hop.left_out:
             return hidden
         bridges, at, width = self.bridges, hop.left_out - 1, self.bridges.width

@@ -78,7 +78,7 @@ class ServingExecutor:
             self._routes[step.route] = kind(self._model, self._cache_tokens)
         stage = self._routes[step.route]
         for slot in step.freed:
-            stage.cache.free(slot)
+            stage.free(slot)
         for row in step.rows:
             if row.start > stage.cache.length(row.slot):
                 raise UserError(f"slot {row.slot} ends before token {row.start}")

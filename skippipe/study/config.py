@@ -34,7 +34,17 @@ from skippipe.value_ranges import (
     check_ranges,
 )
 
-LATER = ("bridges", "heal", "adapters", "adapters_by_hop", "adapters_shared", "distill", "distill_hidden")
+LATER = (
+    "grow_preserving",
+    "bridges",
+    "heal",
+    "adapters",
+    "adapters_by_hop",
+    "adapters_shared",
+    "repeats",
+    "distill",
+    "distill_hidden",
+)
 """Recipe settings that older results do not have: left out where they are not set."""
 Rule = Literal["", "CC1", "CC2", "CC3"]
 DIGITS = 6  # of a rank

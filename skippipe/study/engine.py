@@ -10,9 +10,8 @@ stage decides which kernels run, and who they are is data: so passes of one shap
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -31,53 +30,10 @@ from skippipe.stage_subset import Visits
 from skippipe.study.config import HopCodecs, Traffic
 from skippipe.study.cuda_graphs import GraphCache
 from skippipe.study.least_squares import fit_bridges
-from skippipe.study.path_sampling import group_by_stage
+from skippipe.study.path_sampling import StudyShape, StudyStep, group_by_stage
 from skippipe.study.traffic import Subspace, gradient_sum, sent
 
-ALL_OF_IT = HopCodecs()  # hops that round nothing
-
-
-@dataclass(frozen=True)
-class StudyStep:
-    """Microbatches that pass a stage together."""
-
-    stage: int
-    visitors: int
-    drives: tuple[tuple[float, int], ...]
-    """Factors of the stage's residual contribution, each with the number of visitors that it is for, in their order."""
-
-
-@dataclass(frozen=True)
-class StudyShape:
-    """The paths of microbatches as far as kernels depend on them."""
-
-    microbatches: int
-    steps: tuple[StudyStep, ...]
-    skipping: int = 0
-    """Microbatches that skip stages: they go over bridges, with adapters, and have the whole model as a teacher."""
-    healing: bool = False
-    """Only bridges and adapters are trained."""
-    hops: HopCodecs = ALL_OF_IT
-    """What is rounded on hops."""
-
-    @property
-    def counts(self) -> Counter[int]:
-        """Stage → visitors."""
-        counts: Counter[int] = Counter()
-        for step in self.steps:
-            counts[step.stage] += step.visitors
-        return counts
-
-    @classmethod
-    def merged(cls, shapes: Sequence[StudyShape]) -> StudyShape:
-        """That of all their microbatches."""
-        return cls(
-            sum(each.microbatches for each in shapes),
-            tuple(step for each in shapes for step in each.steps),
-            sum(each.skipping for each in shapes),
-            shapes[0].healing,
-            shapes[0].hops,
-        )
+OUTPUT_MAPS = (".o_proj", ".down_proj")  # what a layer adds to the residual stream comes out of these
 
 
 class Engine:
@@ -171,7 +127,7 @@ class Engine:
 
     def _new_adapters(self, stages: list[StageModel], seed: int) -> list[StageAdapters]:
         rank = self.recipe.adapters
-        return [StageAdapters(stage, rank, seed) for stage in stages] if rank else []
+        return [StageAdapters(stage, rank, seed, self.recipe.repeats) for stage in stages] if rank else []
 
     def _lay_bridges(self, bridges: list[Bridges]) -> None:
         """Each is held by the stage at which it begins, beside its weights: so models are exported without them."""
@@ -183,10 +139,15 @@ class Engine:
         codec on hops."""
         fit_bridges(self.bridges, (self._whole_states(each, wire) for each in batches))
 
-    def grow(self, donors: Mapping[int, int]) -> None:
-        """Make stages copies of others, with the state that the optimizer gives to grown layers."""
+    @torch.no_grad()
+    def grow(self, donors: Mapping[int, int], *, preserving: bool = False) -> None:
+        """Make stages copies of others, with the state that the optimizer gives to grown layers. `preserving`: their
+        output projections begin as zero."""
         for new, old in donors.items():
             self.weights[new].grow_from(self.weights[old])
+            for name, map_ in self.stages[new].linear_maps() if preserving else ():
+                if name.endswith(OUTPUT_MAPS):
+                    map_.weight.zero_()
 
     @property
     def _recorded_with(self) -> tuple[Any, ...]:
@@ -286,6 +247,8 @@ class Engine:
                 self._set_adapters(None if whole else missing, target - stage - 1)
                 made = self.stages[stage](hidden)
                 hidden = made if stage == 0 or drive == 1.0 else torch.lerp(hidden, made, drive)
+                for turn in range(1, min(self.recipe.repeats, target - stage - 1) + 1):
+                    hidden = self._repeat(stage, turn, hidden)
                 if self.bridges and target > stage + 1:
                     hidden = self.bridges[stage](hidden, torch.full((len(hidden),), target, device=self.device))
                 hidden = self._sent(hidden, embedded, wire)
@@ -379,6 +342,10 @@ class Engine:
         for each in self.adapters:
             each.scale = scale
 
+    def _repeat(self, stage: int, turn: int, hidden: Tensor) -> Tensor:
+        """What a stage makes of its own output in the place of the stage so many after it."""
+        return self.adapters[stage].repeat(turn, hidden, lambda given, _turn: self.stages[stage](given))
+
     def _through(
         self, shape: StudyShape, inputs: Tensor, places: Tensor, taught: Tensor, teacher: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -405,6 +372,10 @@ class Engine:
                 balance = balance + added * (step.visitors / shape.microbatches)
             if step.stage == 0:
                 early = made if all_visit else hidden.index_copy(0, here, made)
+            if stands_in:
+                left_out = (targets - step.stage - 1).view(-1, 1, 1)
+                for turn in range(1, min(self.recipe.repeats, len(self.stages) - step.stage - 1) + 1):
+                    made = torch.where(left_out >= turn, self._repeat(step.stage, turn, made), made)
             if shape.skipping and step.stage < len(self.bridges):
                 made = self.bridges[step.stage](made, targets)
             if teacher is not None and self.recipe.distill_hidden:

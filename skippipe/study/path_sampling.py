@@ -14,10 +14,55 @@ from numpy.typing import NDArray
 
 from skippipe.skip_schedule import SkipSchedule, donors, young_stages
 from skippipe.stage_subset import Visits
-from skippipe.study.config import Rule, StudyRun
+from skippipe.study.config import HopCodecs, Rule, StudyRun
 
 ORDERS = 8  # in which stages come with CC2 broken, one for all microbatches of an iteration
 UNEVEN = 4.0  # with CC3 broken, the most visited stage is visited so many times as often as the least
+
+ALL_OF_IT = HopCodecs()  # hops that round nothing
+
+
+@dataclass(frozen=True)
+class StudyStep:
+    """Microbatches that pass a stage together."""
+
+    stage: int
+    visitors: int
+    drives: tuple[tuple[float, int], ...]
+    """Factors of the stage's residual contribution, each with the number of visitors that it is for, in their order."""
+
+
+@dataclass(frozen=True)
+class StudyShape:
+    """The paths of microbatches as far as kernels depend on them."""
+
+    microbatches: int
+    steps: tuple[StudyStep, ...]
+    skipping: int = 0
+    """Microbatches that skip stages: they go over bridges, with adapters, and have the whole model as a teacher."""
+    healing: bool = False
+    """Only bridges and adapters are trained."""
+    hops: HopCodecs = ALL_OF_IT
+    """What is rounded on hops."""
+
+    @property
+    def counts(self) -> Counter[int]:
+        """Stage → visitors."""
+        counts: Counter[int] = Counter()
+        for step in self.steps:
+            counts[step.stage] += step.visitors
+        return counts
+
+    @classmethod
+    def merged(cls, shapes: Sequence[StudyShape]) -> StudyShape:
+        """That of all their microbatches."""
+        return cls(
+            sum(each.microbatches for each in shapes),
+            tuple(step for each in shapes for step in each.steps),
+            sum(each.skipping for each in shapes),
+            shapes[0].healing,
+            shapes[0].hops,
+        )
 
 
 @dataclass(frozen=True)
@@ -36,17 +81,19 @@ def iteration_paths(run: StudyRun) -> Iterator[IterationPaths]:
     """The paths of all iterations of a run."""
     recipe, stages, microbatches = run.variant.recipe, run.variant.stages, run.study.batch.microbatches
     generator = default_rng([run.seed, 1])
-    whole = there = tuple(range(stages))
+    whole: Visits = tuple(range(stages))
+    there = whole
     for number in range(run.iterations):
         parts, passes = run.steps(number)
         parts *= run.variant.traffic.replicas
         lengths = run.path_lengths(number, parts)
-        if recipe.is_young(number, run.iterations):
-            there = young_stages(stages, lengths[0])
-            yield IterationPaths(there, {}, [there] * microbatches)
+        young = recipe.is_young(number, run.iterations)
+        before, there = there, young_stages(stages, lengths[0]) if young else whole
+        grows = number > 0 and len(there) > len(before)
+        born = {new: before[old] for new, old in donors(len(there), len(before)).items()} if grows else {}
+        if young:
+            yield IterationPaths(there, born, [there] * microbatches)
         else:
-            born = donors(stages, len(there)) if there != whole else {}
-            there = whole
             steps = [
                 sample_paths_of_lengths(generator, lengths, stages, recipe, run.variant.breaks)
                 for _ in range(parts * passes)

@@ -105,7 +105,7 @@ class Runner:
         self.texts = {name: EvalText(each.ids, sequence, device.name) for name, each in folders.items()}
         self._text = EvalText(self.train.ids, sequence, device.name)
         self._questions = question_sets(folders, study.measuring.questions, sequence, device.name)
-        self._engines: dict[tuple[str, tuple[int, ...], int], Engine] = {}
+        self._engines: dict[tuple[str, tuple[int, ...], int, int], Engine] = {}
 
     def run(self) -> None:
         """Do all runs that are not done yet, and that no other process is doing; but none that would not be over in
@@ -195,7 +195,7 @@ class Runner:
             if variant.heal_fit and number == run.heals_at:
                 texts = map(run.text_of, range(number, min(run.iterations, number + variant.heal_fit)))
                 engine.fit_bridges((self._text.iteration(sampler, each)[0] for each in texts), hops.wire)
-            engine.grow(paths.born)
+            engine.grow(paths.born, preserving=variant.recipe.grow_preserving)
             young = len(paths.there) < variant.stages
             inputs, labels = self._text.iteration(sampler, run.text_of(number))
             size = batch.microbatches // run.steps(number)[0]
@@ -292,9 +292,10 @@ class Runner:
         spec = ModelSpec(config, run.seed)
         return spec, Workload(spec.shape).layer_split(variant.stages)
 
-    def _kind(self, run: StudyRun) -> tuple[str, tuple[int, ...], int]:
+    def _kind(self, run: StudyRun) -> tuple[str, tuple[int, ...], int, int]:
         """What runs that share an engine have in common."""
-        return run.variant.model, self._model(run)[1], run.variant.recipe.adapters
+        recipe = run.variant.recipe
+        return run.variant.model, self._model(run)[1], recipe.adapters, recipe.repeats
 
     def _engine(self, run: StudyRun) -> Engine:
         """An engine for the run; models of the same shape share one, so that it is compiled once."""

@@ -46,11 +46,13 @@ that three seeds on 105M tokens could tell (−0.0006 ± 0.0008 nats), for half 
 averaging's."""
 FOR_STUDIES = {
     "recipe.grow",
+    "recipe.grow_preserving",
     "recipe.exposure",
     "recipe.swaps",
     "recipe.adapters",
     "recipe.adapters_by_hop",
     "recipe.adapters_shared",
+    "recipe.repeats",
     "recipe.distill",
     "recipe.distill_hidden",
     "recipe.heal",

@@ -57,7 +57,10 @@ def test_bridges_and_adapters_come_back_stage_by_stage(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "tensors", "reason"),
     [
-        ({"skippipe_bridges": "2"}, {}, "has format '2'"),
+        ({"skippipe_bridges": "3"}, {}, "has format '3'"),
+        ({"repeats": "x"}, {}, "repeats: 'x' in its metadata"),
+        ({"repeats": "2"}, {}, "2 repeats do not go with adapters of rank 2"),
+        ({"repeats": "1", "adapter_scale": "missing"}, {}, "has no tensor 'gates.0'"),
         ({"layers": "2,1,1"}, {}, "is for 3 stages of 4 layers; the model has 5 layers"),
         ({"layers": "5"}, {}, "is for 1 stages"),
         ({"layers": "2,1,1,0,1"}, {}, "is for 5 stages"),

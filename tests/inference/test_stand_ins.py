@@ -35,8 +35,9 @@ RECIPES = [
     SkipSchedule("1/3", adapters=4),
     SkipSchedule("1/3", bridges=2, adapters=5, adapters_by_hop=True),
     SkipSchedule("1/3", adapters=5, adapters_by_hop=True, adapters_shared=2),
+    SkipSchedule("1/3", bridges=2, adapters=6, repeats=2),
 ]
-IDS = ["bridges", "adapters", "adapters by hop over bridges", "adapters by hop and shared"]
+IDS = ["bridges", "adapters", "adapters by hop over bridges", "adapters by hop and shared", "repeats"]
 
 
 def healed(folder: Path, recipe: SkipSchedule, family: str = "llama") -> Engine:

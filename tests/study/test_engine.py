@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from itertools import chain, pairwise
@@ -70,13 +71,16 @@ class Slow:
         self.bridges = deepcopy(engine.bridges)
         self.adapters = [nn.ModuleList() for _ in engine.adapters]
         self._recipe = engine.recipe
-        self._missing = self._left_out = 0
-        for stage, kept in zip(self.stages, self.adapters, strict=False):
+        self._missing = self._left_out = self._turn = 0
+        self.gates = [nn.ParameterList() for _ in engine.adapters]
+        for stage, kept, gates in zip(self.stages, self.adapters, self.gates, strict=False):
             for each in stage.layers.modules():
                 if isinstance(each, AdaptedLinear):
                     each.adapter.stage.scale = None
                     kept.append(each.adapter)
                     each.register_forward_hook(self._adapted)
+                    if self._recipe.repeats and not gates:
+                        gates.append(each.adapter.stage.gates)
 
     def _adapted(self, module: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
         assert isinstance(module, AdaptedLinear)
@@ -88,6 +92,10 @@ class Slow:
             shared = self._recipe.adapters_shared  # before these
             made = made + self._missing / (len(self.stages) / 2) * (given[0] @ down[:, :shared] @ up[:shared])
             down, up = down[:, shared + at : shared + at + 1], up[shared + at : shared + at + 1]
+        if self._recipe.repeats:  # of the rank, an equal part for each turn
+            each = self._recipe.adapters // (self._recipe.repeats + 1)
+            turn = slice(self._turn * each, (self._turn + 1) * each)
+            down, up, scale = down[:, turn], up[turn], 1.0 if self._turn else scale
         return made + scale * (given[0] @ down @ up)
 
     def loss(self, inputs: Tensor, labels: Tensor, visits: Visits) -> Tensor:
@@ -126,6 +134,11 @@ class Slow:
             made = self.stages[stage](hidden)
             drive = self._recipe.residual_scale(total, len(visits)) if stage else 1.0
             hidden = hidden + drive * (made - hidden)
+            for turn in range(min(self._left_out, self._recipe.repeats)):
+                self._turn = turn + 1
+                gate = self.gates[stage][0].view(-1, hidden.shape[-1])[turn]
+                hidden = hidden + gate * (self.stages[stage](hidden) - hidden)
+                self._turn = 0
             if self.bridges and target > stage + 1:
                 bridges, at = self.bridges[stage], target - stage - 2
                 width = hidden.shape[-1]
@@ -141,7 +154,9 @@ class Slow:
         losses = [self.loss(each, each, path) for each, path in zip(torch.split(tokens, 1), visits, strict=True)]
         torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         found: dict[str, Tensor] = {}
-        for kind, parts in (("stage", self.stages), ("bridges", self.bridges), ("adapters", self.adapters)):
+        kinds: dict[str, Sequence[nn.Module]]
+        kinds = {"stage": self.stages, "bridges": self.bridges, "adapters": self.adapters, "gates": self.gates}
+        for kind, parts in kinds.items():
             for stage, part in enumerate(parts):
                 visitors = sum(stage in path for path in visits)
                 for name, each in part.named_parameters():
@@ -172,6 +187,8 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         (MIXED, SkipSchedule("0 & 1/2", bridges=3, adapters=3, distill=0.7, distill_hidden=2.0), False),
         (MIXED, SkipSchedule("0 & 1/2", adapters=3, adapters_by_hop=True, distill=0.7), False),
         (MIXED, SkipSchedule("0 & 1/2", adapters=5, adapters_by_hop=True, adapters_shared=2), False),
+        (MIXED, SkipSchedule("0 & 1/2", bridges=3, adapters=6, repeats=1, distill=0.7, distill_hidden=2.0), False),
+        (HALVES, SkipSchedule("0 until 50%, 1/2", adapters=6, repeats=2, distill=0.4, heal="50%"), True),
     ],
     ids=[
         "sandwich",
@@ -186,6 +203,8 @@ HALVES = [(0, 2), (0, 1), (0, 3), (0, 2), (0, 1), (0, 3)]
         "hidden states distilled",
         "adapters by hop",
         "adapters by hop and shared",
+        "repeats",
+        "healing with repeats",
     ],
 )
 def test_stand_ins_for_what_is_skipped_follow_plain_gradients(
@@ -208,7 +227,8 @@ def test_stand_ins_for_what_is_skipped_follow_plain_gradients(
         def noted(rate: float, scale: float) -> None:
             for name, each in part.named_parameters():
                 assert each.grad is not None
-                found[f"{kind} {stage} {name}"] = each.grad.clone()
+                known = f"gates {stage} 0" if name == "gates" else f"{kind} {stage} {name.removeprefix('parts.')}"
+                found[known] = each.grad.clone()
             step(rate, scale)
 
         weights.step = noted  # type: ignore[method-assign, assignment]
@@ -218,11 +238,13 @@ def test_stand_ins_for_what_is_skipped_follow_plain_gradients(
     for stage, (bridges, weights) in enumerate(zip(engine.bridges, engine.bridge_weights, strict=True)):
         looked_at("bridges", stage, bridges, weights)
     for stage, (adapters, weights) in enumerate(zip(engine.adapters, engine.adapter_weights, strict=True)):
-        looked_at("adapters", stage, adapters.parts, weights)
+        looked_at("adapters", stage, adapters, weights)
     before = [weights.values.clone() for weights in engine.weights]
     loss = engine.iteration(0, tokens, tokens, visits, healing=healing)
     if not recipe.distill:  # the engine tells the loss of the text
         assert float(loss) == pytest.approx(expected_loss, rel=1e-5)
+    if recipe.repeats:
+        assert not found.pop("gates 3 0").any(), "after the last stage there is none to take the place of"
     assert found.keys() == expected.keys()
     for name, each in expected.items():
         torch.testing.assert_close(found[name], each, rtol=1e-3, atol=1e-6, msg=name)

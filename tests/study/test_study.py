@@ -195,8 +195,9 @@ def test_a_model_that_grows() -> None:
     assert young_stages(6, 4) == (0, 1, 2, 5)
     assert donors(6, 4) == {3: 1, 4: 2}
     assert donors(9, 4) == {3: 1, 4: 2, 5: 1, 6: 2, 7: 1}
-    with pytest.raises(UserError, match="none between"):
-        donors(6, 2)
+    assert donors(3, 2) == {1: 1}
+    with pytest.raises(UserError, match="none after the first"):
+        donors(6, 1)
     recipe = SkipSchedule("1/3 until 75%, 0", grow="50%")
     study = Study("growing", [Variant("grown", recipe)], tokens=8 * 30_720)
     (run,) = study.runs
@@ -207,6 +208,23 @@ def test_a_model_that_grows() -> None:
     assert [len(turn.visits[0]) for turn in each] == [4] * 6 + [6] * 2
     with pytest.raises(UserError, match=r"recipe\.grow"):
         SkipSchedule("1/2 until 25%, 1/3 until 75%, 0", grow="50%")
+
+
+def test_a_model_that_grows_in_two_steps() -> None:
+    recipe = SkipSchedule("2/3 until 25%, 1/2 until 75%, 0", grow="25%, 75%")
+    (run,) = Study("growing", [Variant("grown", recipe)], tokens=8 * 30_720).runs
+    each = list(iteration_paths(run))
+    assert [turn.there for turn in each] == [(0, 5)] * 2 + [(0, 1, 5)] * 4 + [tuple(range(6))] * 2
+    assert [turn.born for turn in each if turn.born] == [{1: 5}, {2: 1, 3: 1, 4: 1}]
+    assert [bool(turn.born) for turn in each] == [False, False, True, False, False, False, True, False]
+    for skip, grow in (
+        ("2/3 until 75%, 1/2", "25%, 20%"),
+        ("1/2 until 50%, 2/3 until 75%, 0", "50%, 75%"),
+    ):
+        with pytest.raises(UserError, match=r"recipe\.grow: a model that grows again does so later"):
+            SkipSchedule(skip, grow=grow)
+    with pytest.raises(UserError, match=r"recipe\.grow_preserving: nothing grows"):
+        SkipSchedule("0", grow_preserving=True)
 
 
 @given(shapes, st.integers(1, 12), st.integers(0, 9))
