@@ -2,7 +2,8 @@
 
 The smaller model is cheaper to train, and most of what it learns is of use to the larger one. What lies between its
 first and its last layers is repeated as a block, which works better than to double layer by layer (Du et al.,
-"Stacking Your Transformers", 2024). The optimizer's state and number of steps are copied with the weights.
+"Stacking Your Transformers", 2024); of two, the last is. The optimizer's state and number of steps are copied with the
+weights.
 
 The result is a checkpoint like any other, of as many iterations as the smaller model has had.
 """
@@ -33,8 +34,8 @@ from skippipe.skip_schedule import donors
 from skippipe.training.job_config import JobConfig
 from skippipe.training.run import Run
 
-LEAST_UNITS = 3
-"""Units (stages or layers) of a model that can grow: the first, the last, and one to repeat."""
+LEAST_UNITS = 2
+"""Units (stages or layers) of a model that can grow: the first, and one to repeat."""
 LAYER_FIELDS = ("num_hidden_layers", "layer_types")
 """Fields of a configuration that may differ: kinds of layers are compared one by one."""
 FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype", *TEXT_FIELDS)
@@ -61,8 +62,8 @@ def donor_layers(young: Sequence[int], grown: Sequence[int]) -> tuple[int, ...]:
     before, after = sum(young) // unit, sum(grown) // unit
     if before < LEAST_UNITS:
         raise UserError(
-            f"a model of {before} x {unit} layers has none between the first {unit} and the last {unit} to repeat; "
-            + ("cut the job's model into other stages (pipeline.stages)" if unit > 1 else "train one of 3 or more")
+            f"a model of {before} x {unit} layers has none after the first {unit} to repeat; "
+            + ("cut the job's model into other stages (pipeline.stages)" if unit > 1 else "train one of 2 or more")
         )
     copies = donors(after, before)
     units = [copies.get(number, min(number, before - 1)) for number in range(after)]
