@@ -4,7 +4,8 @@ The model itself is frozen and stays as it is. Bridges and adapters (see `model.
 model that a path visits is to say what the whole model says, and its hidden states are to be those of the whole model
 where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
 missing stage to half of them, get the same share of the text. From its second time on, the text is partly drawn anew
-from the whole model (`redrawn`).
+from the whole model (`redrawn`). Bridges and adapters that the model has already, of the rank that is asked for, are
+trained further.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,13 @@ from numpy.random import default_rng
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from skippipe.checkpoint.bridges_file import BRIDGES_FILE, write_bridges
+from skippipe.checkpoint.bridges_file import (
+    BRIDGES_FILE,
+    StandInsInfo,
+    fill_stand_ins,
+    read_stand_ins,
+    write_bridges,
+)
 from skippipe.checkpoint.format import MANIFEST
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import Ids
@@ -64,7 +71,8 @@ class HealSettings:
     cut: str | None = None
     """As for `load`; None: as the model was exported, or else `STAGES` stages."""
     rank: int | None = None
-    """Rank of the adapters; 0: none. None: a quarter of the model's channels, up to `LARGEST_RANK`."""
+    """Rank of the adapters; 0: none. None: that of the adapters which the model has, or else a quarter of its channels,
+    up to `LARGEST_RANK`."""
     bridges: int | None = None
     """Rank of the bridges, likewise, up to `LARGEST_BRIDGES`."""
     tokens: int | None = None
@@ -107,11 +115,31 @@ class Healing:
     seed: int
     place: Path
     """The folder of the model."""
+    stored: StandInsInfo
+    """Bridges and adapters that the folder has."""
+    kept: StandInsInfo
+    """What of these is trained further; the others are new."""
     steps_done: int = field(init=False, default=0)
 
     @property
     def stages(self) -> int:
         return len(self.layers)
+
+    @property
+    def begins_with(self) -> str:
+        """Which bridges and adapters it begins with, and why not with those of the folder."""
+        recipe, stored, kept = self.engine.recipe, self.stored, self.kept
+        words = []
+        for what, rank, theirs, same in (
+            ("bridges", recipe.bridges, stored.bridges, kept.bridges),
+            ("adapters", recipe.adapters, stored.adapters, kept.adapters),
+        ):
+            other = stored.layers != self.layers
+            unlike = f"for stages of {','.join(map(str, stored.layers))} layers" if other else f"of rank {theirs}"
+            why = f" (the model's are {unlike})" if theirs and not same else ""
+            whose = f"the model's {what}" if same else f"new {what}" if rank else f"no {what}"
+            words.append(whose + (f" of rank {rank}" if rank else "") + why)
+        return f"begins with {' and '.join(words)}"
 
     @property
     def lengths(self) -> list[int]:
@@ -132,7 +160,7 @@ class Healing:
         """Take all steps, or those until something is in `stopped`."""
         engine, rows, steps = self.engine, self._rows(), self.steps
         batches = [next(rows) for _ in range(min(FIT_STEPS, steps))]
-        if engine.bridges:
+        if engine.bridges and not self.kept.bridges:
             progress("fitting bridges", 0, steps)
             engine.fit_bridges(each[:, :-1] for each, _ in batches)
         generator, warmup = default_rng([self.seed, 1]), min(100, steps // 10)
@@ -168,7 +196,8 @@ class Healing:
         dtype = torch.bfloat16 if config.dtype == torch.bfloat16 else torch.float32
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return write_bridges(folder, self.layers, engine.bridges, engine.adapters, dtype=dtype)
+            hop_rank = engine.recipe.hop_rank
+            return write_bridges(folder, self.layers, engine.bridges, engine.adapters, hop_rank=hop_rank, dtype=dtype)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / BRIDGES_FILE}: cannot be written: {error}") from None
 
@@ -179,6 +208,8 @@ class Healing:
             "layers": list(self.layers),
             "bridges": engine.recipe.bridges,
             "adapters": engine.recipe.adapters,
+            "new_bridges": bool(engine.bridges and not self.kept.bridges),
+            "new_adapters": bool(engine.adapters and not self.kept.adapters),
             "parameters": sum(each.numel() for stage in engine.stages for _, each in stage.named_weights()),
             "parameters_added": engine.parameters,
             "steps": self.steps_done,
@@ -255,13 +286,16 @@ def heal(
     settings: HealSettings,
     stopped: Sequence[Any] = (),
     progress: CountProgress = lambda what, done, of: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Heal a model, and write it with its bridges and adapters to a folder; the figures, as --json prints them.
 
-    When something is in `stopped`, it ends with what is learned until then.
+    When something is in `stopped`, it ends with what is learned until then. `tell` gets a line about what it begins
+    with.
     """
     began = time.monotonic()
     healing = begin_healing(model, texts, held_out, settings, progress)
+    tell(healing.begins_with)
     progress("measuring before", 0, healing.steps)
     before = healing.measure()
     if stopped:
@@ -292,11 +326,19 @@ def begin_healing(
     layers = outline.layers if in_stages is None else layers_of(in_stages, spec)
     if len(layers) < 2:
         raise UserError(f"{place}: of one stage none can be missing; cut the model into 2 or more, as by --cut 2")
-    width = spec.config.hidden_size
+    width, stored = spec.config.hidden_size, outline.stand_ins or StandInsInfo(layers)
+    usable = stored if stored.layers == layers else StandInsInfo(layers)
+    bridges = _rank(settings.bridges, usable.bridges, width, LARGEST_BRIDGES)
+    adapters = _rank(settings.rank, usable.adapters, width, LARGEST_RANK)
+    kept = StandInsInfo(layers, bridges if bridges == usable.bridges else 0)
+    if adapters == usable.adapters:
+        kept = replace(kept, adapters=adapters, hop_rank=usable.hop_rank)
     recipe = SkipSchedule(
         "1/2",
-        bridges=_rank(settings.bridges, width, LARGEST_BRIDGES),
-        adapters=_rank(settings.rank, width, LARGEST_RANK),
+        bridges=bridges,
+        adapters=adapters,
+        adapters_by_hop=bool(kept.hop_rank),
+        adapters_shared=adapters - kept.hop_rank if kept.hop_rank else 0,
         distill=0.9,
         distill_hidden=3.0,
     )
@@ -312,19 +354,23 @@ def begin_healing(
     other = open_text(held_out, tokenizer, reading) if held_out else None
     staged = load(model, ",".join(map(str, layers)), stand_ins=False)
     train, test = _split(staged, ids, other, settings.sequence)
+    learned = [read_stand_ins(place, kept, number, stage) for number, stage in enumerate(staged.stages)]
     low_precision = not settings.device.startswith("cpu")
     for stage in staged.stages if low_precision else ():
         stage.requires_grad_(False).frozen_to(torch.bfloat16)
     engine = Engine(
         spec, layers, OptimConfig(), recipe, device=settings.device, low_precision=low_precision, frozen=staged.stages
     )
+    for number, each in enumerate(learned):
+        begun = engine.bridges[number] if kept.bridges and number < len(engine.bridges) else None
+        fill_stand_ins(each, number, begun, engine.adapters[number] if kept.adapters else None)
     tokens = settings.tokens or min(MOST_TOKENS, PASSES * train.tokens)
     rate = settings.rate or RATE * min(1.0, RATE_WIDTH / width)
-    return Healing(engine, layers, train, test, tokens, rate, settings.seed, place)
+    return Healing(engine, layers, train, test, tokens, rate, settings.seed, place, stored, kept)
 
 
-def _rank(given: int | None, width: int, largest: int) -> int:
-    return given if given is not None else min(largest, max(SMALLEST_RANK, width // 4))
+def _rank(given: int | None, stored: int, width: int, largest: int) -> int:
+    return given if given is not None else stored or min(largest, max(SMALLEST_RANK, width // 4))
 
 
 def _split(staged: StagedModel, ids: Ids, other: Ids | None, sequence: int | None) -> tuple[Windows, Windows]:
