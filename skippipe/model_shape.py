@@ -117,7 +117,8 @@ class ModelShape:
                 if config.get(name) is not None:
                     return Fields(config, place).integer(name, range_of(cls, ours))
             if default is None:
-                raise UserError(f"{place}: none of {', '.join(names)} is there; is this a decoder-only model's config?")
+                known = " and no ".join(names)
+                raise UserError(f"{place}: there is no {known}; is this a decoder-only model's config?")
             return default
 
         heads = size("heads", "num_attention_heads")

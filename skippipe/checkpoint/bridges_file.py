@@ -24,7 +24,7 @@ from the next but one on, and to the head):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,20 +133,32 @@ def bridges_info(folder: Path, layers: int) -> StandInsInfo | None:
     return StandInsInfo(tuple(counts), bridges, adapters, hop_rank, repeats)
 
 
-@torch.no_grad()
 def load_bridges(
     folder: Path, info: StandInsInfo, number: int, stage: StageModel
 ) -> tuple[Bridges | None, StageAdapters | None]:
     """The bridges that begin at a stage of this number, and its adapters, which its linear maps have from then on."""
-    file, width = folder / BRIDGES_FILE, stage.spec.config.hidden_size
-    expected = _bridge_shapes(number, info, width)
+    stored, stages = read_stand_ins(folder, info, number, stage), len(info.layers)
+    width = stage.spec.config.hidden_size
+    bridges = Bridges(number, stages, width, info.bridges, 0) if info.bridges and number < stages - 1 else None
+    adapters = StageAdapters(stage, info.adapters, 0, info.repeats) if info.adapters else None
+    fill_stand_ins(stored, number, bridges, adapters)
+    return bridges, adapters
+
+
+def read_stand_ins(folder: Path, info: StandInsInfo, number: int, stage: StageModel) -> dict[str, Tensor]:
+    """The tensors of the bridges that begin at a stage of this number, and of its adapters; UserError unless they have
+    the shapes that the info and the stage say, which is known before anything is made as large as the info says."""
+    file = folder / BRIDGES_FILE
+    expected = _bridge_shapes(number, info, stage.spec.config.hidden_size)
     for name, module in stage.linear_maps() if info.adapters else ():
         expected |= _adapter_shapes(name, module, info.adapters)
     if info.repeats:
-        expected[f"gates.{number}"] = (info.repeats, width)
+        expected[f"gates.{number}"] = (info.repeats, stage.spec.config.hidden_size)
+    if not expected:
+        return {}
     with _opened(file) as opened:
         there = set(opened.keys())
-        for name, shape in expected.items():  # before anything is made as large as the metadata say
+        for name, shape in expected.items():
             if name not in there:
                 raise UserError(f"{file}: has no tensor '{name}'")
             if (stored := opened.get_slice(name)).get_shape() != list(shape) or "F" not in stored.get_dtype():
@@ -154,14 +166,18 @@ def load_bridges(
                     f"{file}: '{name}' has the shape {stored.get_shape()} of {stored.get_dtype()}, not {list(shape)} "
                     "of floating-point numbers"
                 )
-        stages = len(info.layers)
-        bridges = Bridges(number, stages, width, info.bridges, 0) if info.bridges and number < stages - 1 else None
-        adapters = StageAdapters(stage, info.adapters, 0, info.repeats) if info.adapters else None
-        weights = [*(_bridge_weights(number, bridges) if bridges else ())]
-        weights += _adapter_weights(number, adapters) if adapters else ()
-        for name, each in weights:
-            each.copy_(opened.get_tensor(name).view(each.shape))
-    return bridges, adapters
+        return {name: opened.get_tensor(name) for name in expected}
+
+
+@torch.no_grad()
+def fill_stand_ins(
+    stored: Mapping[str, Tensor], number: int, bridges: Bridges | None, adapters: StageAdapters | None
+) -> None:
+    """Give bridges and adapters of a stage the values that `read_stand_ins` found."""
+    weights = [*(_bridge_weights(number, bridges) if bridges else ())]
+    weights += _adapter_weights(number, adapters) if adapters else ()
+    for name, each in weights:
+        each.copy_(stored[name].view(each.shape))
 
 
 def _bridge_weights(stage: int, bridges: Bridges) -> Iterator[tuple[str, nn.Parameter]]:

@@ -377,13 +377,22 @@ def heal(
         Range(0, 100_000),
         part_option(
             "Rank of the adapters beside every linear map. More is better, and larger; 0: none.",
-            "a quarter of the model's channels, up to 512",
+            "that of the model's adapters if it has any, or else a quarter of its channels, up to 512",
         ),
     ] = None,
     bridges: Annotated[
         int | None,
         Range(0, 100_000),
-        part_option("Rank of the bridges past missing stages; 0: none.", "the same, up to 128"),
+        part_option("Rank of the bridges past missing stages; 0: none.", "likewise, up to 128"),
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        Range(0, 1000),
+        part_option(
+            "Of the stages that are missing after a stage, how many it takes the place of: its layers run again, with "
+            "adapters of their own, which share the rank. Costs their time wherever stages are missing; 0: none.",
+            "that of the model's adapters if it has any, or else 1",
+        ),
     ] = None,
     tokens: Annotated[
         int | None,
@@ -408,7 +417,8 @@ def heal(
     before. What is learned is in one more file of the folder, bridges.safetensors: a small map for every hop past
     missing stages, and adapters (LoRA) for the stages that are left. 'skippipe generate', 'eval' and 'serve' use them
     where stages are missing, and other programs read the folder as the model that it was. The whole model is the
-    teacher: its parts learn to say what it says.
+    teacher: its parts learn to say what it says. Bridges that were trained with the model (recipe.bridges of a job),
+    and what an earlier healing has learned, are trained further, unless another rank is asked for.
 
     Ctrl-C ends it early and keeps what is learned. In the end a table has the perplexity on held-out text, whole and
     with stages missing, before and after.
@@ -426,9 +436,9 @@ def heal(
     from skippipe.study.healing import HealSettings
     from skippipe.study.healing import heal as healed
 
-    settings = HealSettings(cut, rank, bridges, tokens, sequence, rate, seed, device)
+    settings = HealSettings(cut, rank, bridges, repeats, tokens, sequence, rate, seed, device)
     with interruptible() as stopped, _progress() as progress:
-        found = healed(model, data, output, held_out, settings, stopped, progress)
+        found = healed(model, data, output, held_out, settings, stopped, progress, _tell)
     if as_json:
         print(json_text({"model": str(model), "output": str(output), **found}))
     else:
@@ -436,6 +446,10 @@ def heal(
         print(f"written to {output}")
     if stopped:
         raise KeyboardInterrupt
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager

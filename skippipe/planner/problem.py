@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from skippipe.cluster import Cluster
@@ -257,8 +257,19 @@ def problem_on_stages(plan: Plan, visited: int, timing: Timing = Timing.FULL, sw
     )
 
 
-def check_feasible(problem: Problem, length: PathLength) -> None:
-    """Infeasible if there is no plan with paths of this length, as far as can be told without making one."""
+def check_feasible(problem: Problem, length: PathLength, lengths: Iterable[PathLength] = ()) -> None:
+    """Infeasible if there is no plan with paths of this length, as far as can be told without making one. `lengths` are
+    all that the run has: the number of microbatches has to be right for each."""
+    try:
+        _check_length(problem, length)
+    except Infeasible as error:
+        unit = shared_lane_unit(problem.stages, {length, *lengths})
+        if unit == lane_unit(problem.stages, length):
+            raise
+        raise Infeasible(f"{error}; for all paths of the run a multiple of {unit}") from None
+
+
+def _check_length(problem: Problem, length: PathLength) -> None:
     if not isinstance(length, tuple):
         replace(problem, visited=length)
         return
@@ -276,6 +287,11 @@ def lane_unit(stages: int, visited: PathLength) -> int:
     several lengths, microbatches that are divided into equal parts and do so together."""
     parts = parts_of(visited)
     return len(parts) * (stages - 1) // gcd(stages - 1, sum(parts) - len(parts)) if stages > 1 else len(parts)
+
+
+def shared_lane_unit(stages: int, lengths: Iterable[PathLength]) -> int:
+    """Microbatches that are right for paths of each of these lengths come in multiples of this."""
+    return lcm(*(lane_unit(stages, each) for each in lengths))
 
 
 def stage_sizes(nodes: int, stages: int, visited: int, most_data_nodes: int | None = None) -> tuple[int, ...]:

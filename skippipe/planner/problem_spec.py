@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import lcm
 from pathlib import Path
 
 from skippipe.cluster import Cluster
@@ -13,7 +12,7 @@ from skippipe.codecs import CODECS, GRADIENTS, smallest
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import exists
-from skippipe.planner.problem import DecisionVariables, Problem, lane_unit, stage_sizes
+from skippipe.planner.problem import DecisionVariables, Problem, shared_lane_unit, stage_sizes
 from skippipe.planner.published import EXAMPLES, Example
 from skippipe.presets import PRESETS, preset
 from skippipe.skip_schedule import PathLength, parse_share
@@ -68,7 +67,7 @@ def problem_of(cluster: Cluster, workload: Workload, plan_spec: PlanSpec, exampl
     microbatches = plan_spec.microbatches
     if microbatches is None and not (example and as_example):
         data_nodes = (given_sizes or stage_sizes(len(cluster), count, visited))[0] if 2 <= count <= len(cluster) else 1
-        unit = lcm(*(lane_unit(count, each) for each in {visited, *plan_spec.also}))
+        unit = shared_lane_unit(count, {visited, *plan_spec.also})
         devices = max(1, sum(node.devices for node in cluster.nodes) // len(cluster))
         microbatches = -(-6 * data_nodes * devices // unit) * unit
     if microbatches is not None:

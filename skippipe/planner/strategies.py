@@ -411,9 +411,11 @@ def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: P
 
 
 def _no_paths(plan: Plan, length: PathLength) -> Infeasible:
-    unit = lane_unit(len(plan.stages), length)
-    advice = f"; use a multiple of {unit} microbatches" if plan.workload.microbatches % unit else ""
-    return Infeasible(f"no paths were found that keep every rule{advice}")
+    unit, slots = lane_unit(len(plan.stages), length), plan.workload.max_slots
+    advice = f"let nodes hold more microbatches (max_slots is {slots})" if slots else "use smaller microbatches"
+    if plan.workload.microbatches % unit:
+        advice = f"use a multiple of {unit} microbatches"
+    return Infeasible(f"no paths were found that keep every rule; {advice}, or add nodes")
 
 
 def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanRequest) -> Plan:

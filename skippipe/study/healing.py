@@ -4,7 +4,8 @@ The model itself is frozen and stays as it is. Bridges and adapters (see `model.
 model that a path visits is to say what the whole model says, and its hidden states are to be those of the whole model
 where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
 missing stage to half of them, get the same share of the text. From its second time on, the text is partly drawn anew
-from the whole model (`redrawn`).
+from the whole model (`redrawn`). Bridges and adapters that the model has already, of the rank that is asked for, are
+trained further.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,7 +25,13 @@ from numpy.random import default_rng
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from skippipe.checkpoint.bridges_file import BRIDGES_FILE, write_bridges
+from skippipe.checkpoint.bridges_file import (
+    BRIDGES_FILE,
+    StandInsInfo,
+    fill_stand_ins,
+    read_stand_ins,
+    write_bridges,
+)
 from skippipe.checkpoint.format import MANIFEST
 from skippipe.data.prepare import prepare
 from skippipe.data.token_file import Ids
@@ -35,6 +42,7 @@ from skippipe.inference.eval.perplexity import DEFAULT_CONTEXT, Windows, beginni
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import check_device
+from skippipe.model.stage import GATE
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits, draw_subsets
@@ -42,6 +50,7 @@ from skippipe.study.engine import Engine
 from skippipe.study.path_sampling import sample_paths_of_lengths
 
 STAGES = 6  # of a model that is in one piece
+REPEATS = 1  # where the model has no adapters yet
 SMALLEST_RANK, LARGEST_RANK, LARGEST_BRIDGES = 8, 512, 128
 RATE, RATE_WIDTH = 1e-3, 512  # the learning rate, for so many channels or fewer; of more it is less
 STEP_TOKENS = 5120  # of a step, or a few more
@@ -64,9 +73,13 @@ class HealSettings:
     cut: str | None = None
     """As for `load`; None: as the model was exported, or else `STAGES` stages."""
     rank: int | None = None
-    """Rank of the adapters; 0: none. None: a quarter of the model's channels, up to `LARGEST_RANK`."""
+    """Rank of the adapters; 0: none. None: that of the adapters which the model has, or else a quarter of its channels,
+    up to `LARGEST_RANK`."""
     bridges: int | None = None
     """Rank of the bridges, likewise, up to `LARGEST_BRIDGES`."""
+    repeats: int | None = None
+    """Of the stages that are missing after a stage, how many it takes the place of; None: as with the adapters that the
+    model has, or else `REPEATS`."""
     tokens: int | None = None
     """Tokens to learn from; None: `PASSES` times all of the text, up to `MOST_TOKENS`."""
     sequence: int | None = None
@@ -107,11 +120,32 @@ class Healing:
     seed: int
     place: Path
     """The folder of the model."""
+    stored: StandInsInfo
+    """Bridges and adapters that the folder has."""
+    kept: StandInsInfo
+    """What of these is trained further; the others are new."""
     steps_done: int = field(init=False, default=0)
 
     @property
     def stages(self) -> int:
         return len(self.layers)
+
+    @property
+    def begins_with(self) -> str:
+        """Which bridges and adapters it begins with, and why not with those of the folder."""
+        recipe, stored, kept = self.engine.recipe, self.stored, self.kept
+        words = []
+        for what, rank, theirs, same, repeats in (
+            ("bridges", recipe.bridges, stored.bridges, kept.bridges, 0),
+            ("adapters", recipe.adapters, stored.adapters, kept.adapters, stored.repeats),
+        ):
+            other = stored.layers != self.layers
+            unlike = f"for stages of {','.join(map(str, stored.layers))} layers" if other else f"of rank {theirs}"
+            unlike += f" with repeats {repeats}" if repeats else ""
+            why = f" (the model's are {unlike})" if theirs and not same else ""
+            whose = f"the model's {what}" if same else f"new {what}" if rank else f"no {what}"
+            words.append(whose + (f" of rank {rank}" if rank else "") + why)
+        return f"begins with {' and '.join(words)}"
 
     @property
     def lengths(self) -> list[int]:
@@ -132,9 +166,11 @@ class Healing:
         """Take all steps, or those until something is in `stopped`."""
         engine, rows, steps = self.engine, self._rows(), self.steps
         batches = [next(rows) for _ in range(min(FIT_STEPS, steps))]
-        if engine.bridges:
+        if engine.bridges and not self.kept.bridges:
             progress("fitting bridges", 0, steps)
             engine.fit_bridges(each[:, :-1] for each, _ in batches)
+        if not self.kept.adapters:
+            _set_gates(engine, GATE)
         generator, warmup = default_rng([self.seed, 1]), min(100, steps // 10)
         schedule = OptimConfig(rate=self.rate, warmup=warmup, iterations=max(steps, warmup + 1), floor=0.05)
         losses: list[Tensor] = []
@@ -168,7 +204,8 @@ class Healing:
         dtype = torch.bfloat16 if config.dtype == torch.bfloat16 else torch.float32
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            return write_bridges(folder, self.layers, engine.bridges, engine.adapters, dtype=dtype)
+            hop_rank = engine.recipe.hop_rank
+            return write_bridges(folder, self.layers, engine.bridges, engine.adapters, hop_rank=hop_rank, dtype=dtype)
         except (OSError, SafetensorError) as error:
             raise UserError(f"{folder / BRIDGES_FILE}: cannot be written: {error}") from None
 
@@ -179,6 +216,9 @@ class Healing:
             "layers": list(self.layers),
             "bridges": engine.recipe.bridges,
             "adapters": engine.recipe.adapters,
+            "repeats": engine.recipe.repeats,
+            "new_bridges": bool(engine.bridges and not self.kept.bridges),
+            "new_adapters": bool(engine.adapters and not self.kept.adapters),
             "parameters": sum(each.numel() for stage in engine.stages for _, each in stage.named_weights()),
             "parameters_added": engine.parameters,
             "steps": self.steps_done,
@@ -255,13 +295,16 @@ def heal(
     settings: HealSettings,
     stopped: Sequence[Any] = (),
     progress: CountProgress = lambda what, done, of: None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Heal a model, and write it with its bridges and adapters to a folder; the figures, as --json prints them.
 
-    When something is in `stopped`, it ends with what is learned until then.
+    When something is in `stopped`, it ends with what is learned until then. `tell` gets a line about what it begins
+    with.
     """
     began = time.monotonic()
     healing = begin_healing(model, texts, held_out, settings, progress)
+    tell(healing.begins_with)
     progress("measuring before", 0, healing.steps)
     before = healing.measure()
     if stopped:
@@ -292,11 +335,20 @@ def begin_healing(
     layers = outline.layers if in_stages is None else layers_of(in_stages, spec)
     if len(layers) < 2:
         raise UserError(f"{place}: of one stage none can be missing; cut the model into 2 or more, as by --cut 2")
-    width = spec.config.hidden_size
+    width, stored = spec.config.hidden_size, outline.stand_ins or StandInsInfo(layers)
+    usable = stored if stored.layers == layers else StandInsInfo(layers)
+    wanted = _wanted(settings, usable, width)
+    same = wanted.adapters, wanted.hop_rank, wanted.repeats
+    if same != (usable.adapters, usable.hop_rank, usable.repeats):
+        same = 0, 0, 0
+    kept = StandInsInfo(layers, wanted.bridges if wanted.bridges == usable.bridges else 0, *same)
     recipe = SkipSchedule(
         "1/2",
-        bridges=_rank(settings.bridges, width, LARGEST_BRIDGES),
-        adapters=_rank(settings.rank, width, LARGEST_RANK),
+        bridges=wanted.bridges,
+        adapters=wanted.adapters,
+        adapters_by_hop=bool(wanted.hop_rank),
+        adapters_shared=wanted.adapters - wanted.hop_rank if wanted.hop_rank else 0,
+        repeats=wanted.repeats,
         distill=0.9,
         distill_hidden=3.0,
     )
@@ -312,19 +364,44 @@ def begin_healing(
     other = open_text(held_out, tokenizer, reading) if held_out else None
     staged = load(model, ",".join(map(str, layers)), stand_ins=False)
     train, test = _split(staged, ids, other, settings.sequence)
+    learned = [read_stand_ins(place, kept, number, stage) for number, stage in enumerate(staged.stages)]
     low_precision = not settings.device.startswith("cpu")
     for stage in staged.stages if low_precision else ():
         stage.requires_grad_(False).frozen_to(torch.bfloat16)
     engine = Engine(
         spec, layers, OptimConfig(), recipe, device=settings.device, low_precision=low_precision, frozen=staged.stages
     )
+    for number, each in enumerate(learned):
+        begun = engine.bridges[number] if kept.bridges and number < len(engine.bridges) else None
+        fill_stand_ins(each, number, begun, engine.adapters[number] if kept.adapters else None)
+    if not kept.adapters:
+        _set_gates(engine, 0.0)  # until it begins, the model is as it was
     tokens = settings.tokens or min(MOST_TOKENS, PASSES * train.tokens)
     rate = settings.rate or RATE * min(1.0, RATE_WIDTH / width)
-    return Healing(engine, layers, train, test, tokens, rate, settings.seed, place)
+    return Healing(engine, layers, train, test, tokens, rate, settings.seed, place, stored, kept)
 
 
-def _rank(given: int | None, width: int, largest: int) -> int:
-    return given if given is not None else min(largest, max(SMALLEST_RANK, width // 4))
+@torch.no_grad()
+def _set_gates(engine: Engine, value: float) -> None:
+    for each in engine.adapters if engine.recipe.repeats else ():
+        each.gates.fill_(value)
+
+
+def _wanted(settings: HealSettings, stored: StandInsInfo, width: int) -> StandInsInfo:
+    """The bridges and adapters to train: as the settings say, else those of the model, else the usual ones."""
+    bridges = _rank(settings.bridges, stored.bridges, width, LARGEST_BRIDGES)
+    rank = _rank(settings.rank, stored.adapters, width, LARGEST_RANK)
+    if rank == stored.adapters and settings.repeats in (None, stored.repeats):
+        return replace(stored, bridges=bridges)
+    repeats = REPEATS if settings.repeats is None else settings.repeats
+    rest = rank % (repeats + 1)
+    if rest and settings.rank and settings.repeats is not None:
+        raise UserError(f"--rank {rank}: {repeats + 1} turns share it (--repeats); give a multiple of {repeats + 1}")
+    return StandInsInfo(stored.layers, bridges, rank - rest, repeats=repeats if rank > rest else 0)
+
+
+def _rank(given: int | None, stored: int, width: int, largest: int) -> int:
+    return given if given is not None else stored or min(largest, max(SMALLEST_RANK, width // 4))
 
 
 def _split(staged: StagedModel, ids: Ids, other: Ids | None, sequence: int | None) -> tuple[Windows, Windows]:

@@ -315,7 +315,7 @@ def _make_job_plan(
     problem = replace(problem_of(cluster, workload, plan_spec, example), codec_budget=budget)
     for length in plan_spec.also:
         with _explain_infeasible(length, problem.stages):  # what is infeasible is found before a long search
-            check_feasible(problem, length)
+            check_feasible(problem, length, plan_spec.also)
     strategy = Strategy(pipeline.strategy)
     usual = _most_frequent(lengths) if job.followed.phases else problem.visited
     if isinstance(usual, tuple) and strategy is Strategy.BEST and budget is None:

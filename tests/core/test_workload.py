@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,10 +50,21 @@ def test_mixture_of_experts_counts_all_weights_but_only_active_work(tmp_path: Pa
     assert 1.7 < mixtral.layer_flops(1024) / dense.layer_flops(1024) < 2
 
 
-@pytest.mark.parametrize("broken", [{}, {"hidden_size": 0}, {"hidden_size": "wide"}])
-def test_configs_that_are_not_of_a_decoder(broken: dict[str, object], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        ({}, ": there is no hidden_size; is this a decoder-only model's config"),
+        (
+            {"hidden_size": 8, "num_experts": 2, "num_hidden_layers": 1},
+            ": there is no moe_intermediate_size and no intermediate_size;",
+        ),
+        ({"hidden_size": 0}, ".hidden_size: "),
+        ({"hidden_size": "wide"}, ".hidden_size: "),
+    ],
+)
+def test_configs_that_are_not_of_a_decoder(broken: dict[str, object], reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"num_attention_heads": 4, **broken}))
-    with pytest.raises(UserError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"config\.json" + re.escape(reason)):
         model_named(str(tmp_path))
 
 

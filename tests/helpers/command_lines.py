@@ -241,6 +241,7 @@ OPTIONS: dict[str, dict[str, str | With]] = {
         "--cut": "5",
         "--rank": "4",
         "--bridges": "4",
+        "--repeats": "3",
         "--tokens": "1000",
         "--sequence": "16",
         "--rate": "0.01",

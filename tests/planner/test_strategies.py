@@ -17,7 +17,7 @@ from skippipe.model_shape import MODELS
 from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.genetic_allocation import allocate, best_tour
-from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, lane_unit, stage_sizes
+from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, check_feasible, lane_unit, stage_sizes
 from skippipe.planner.published import published20
 from skippipe.planner.strategies import (
     detours_share,
@@ -30,6 +30,7 @@ from skippipe.planner.strategies import (
 )
 from skippipe.planner.two_phase import round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
+from skippipe.skip_schedule import PathLength
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 from skippipe.workload import Workload
@@ -99,6 +100,31 @@ def test_plans_with_paths_of_several_lengths(length: tuple[int, ...]) -> None:
     assert has_lengths(on_its_stages, length)
     kept = make_sandwich(problem, length, replace(request, placement=plan.placement))
     assert all(set(nodes) <= set(given) for nodes, given in zip(kept.placement, plan.placement, strict=True))
+
+
+def test_microbatches_for_paths_of_several_lengths_are_said_at_once() -> None:
+    """Or whoever follows the advice for the first is sent on by the second."""
+    lengths: tuple[PathLength, ...] = (4, (6, 6, 3), (6, 6, 6, 6, 6, 3))
+    assert [lane_unit(6, each) for each in lengths] == [5, 15, 30]
+    problem = Problem(uniform_cluster(12), Workload(TINY, sequence_tokens=16, microbatches=18), 6, 6)
+    for length, of_its_own in zip(lengths, ("5, such as 15 or 20", "15", "30"), strict=True):
+        with pytest.raises(Infeasible) as caught:
+            check_feasible(problem, length, lengths)
+        for_all = "" if of_its_own == "30" else "; for all paths of the run a multiple of 30"
+        assert str(caught.value).endswith(f"use a multiple of {of_its_own}{for_all}")
+    with pytest.raises(Infeasible, match=r"use a multiple of 15$"):
+        check_feasible(problem, lengths[1])
+
+
+def test_a_sandwich_that_finds_no_room_says_what_would_help() -> None:
+    """Six stages on as many nodes: five short paths and a long one need six slots of the node with stage 0."""
+    work, length = Workload(TINY, sequence_tokens=16, microbatches=15, max_slots=3), (6, 6, 3)
+    problem = Problem(uniform_cluster(6), work, 6, 6)
+    advice = r"keep every rule; let nodes hold more microbatches \(max_slots is 3\), or add nodes$"
+    with pytest.raises(Infeasible, match=advice):
+        make_sandwich(problem, length, counted(Strategy.BEST))
+    roomy = make_sandwich(replace(problem, workload=replace(work, max_slots=6)), length, counted(Strategy.BEST))
+    assert has_lengths(roomy, length)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,15 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.bridges_file import BRIDGES_FILE
+from skippipe.checkpoint.bridges_file import BRIDGES_FILE, bridges_info, write_bridges
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.model_files import INDEX
+from skippipe.model.stage import StageAdapters, bridges_of
 from skippipe.stage_subset import StageSubset
-from skippipe.study.healing import HealSettings, begin_healing, heal, redrawn
-from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to
+from skippipe.study.healing import Healing, HealSettings, begin_healing, heal, redrawn
+from tests.helpers.model_folders import LAYERS, TOKENIZER, by_itself, checkpoint_in, export_to, subset
 from tests.helpers.processes import Command
 
 torch.set_num_threads(1)
@@ -95,6 +97,93 @@ def test_a_text_that_comes_again_is_partly_drawn_from_the_whole_model(tmp_path: 
     assert (in_bf16 == new_labels).float().mean() > 0.9
 
 
+def folder_with_bridges(folder: Path, hop_rank: int = 0) -> list[torch.Tensor]:
+    """As a run with recipe.bridges leaves it behind, and with adapters if some of their rank is for hops; the weights
+    of these."""
+    spec, stages = export_to(folder)
+    bridges = bridges_of(len(LAYERS), spec.config.hidden_size, rank=4, seed=3)
+    adapters = [StageAdapters(stage, 6, 3) for stage in stages] if hop_rank else []
+    weights: list[torch.Tensor] = [each for held in (*bridges, *adapters) for each in held.parameters()]
+    for each in weights:
+        torch.nn.init.normal_(each, std=0.1)
+    write_bridges(folder, LAYERS, bridges, adapters, hop_rank=hop_rank)
+    return weights
+
+
+def learned_by(healing: Healing) -> list[torch.Tensor]:
+    return [each for held in (*healing.engine.bridges, *healing.engine.adapters) for each in held.parameters()]
+
+
+def test_bridges_that_were_trained_with_the_model_are_trained_further(tmp_path: Path, text: str) -> None:
+    folder, output = tmp_path / "model", tmp_path / "healed"
+    trained = folder_with_bridges(folder)
+    for asked in (None, 4):
+        healing = begin_healing(folder, [text], None, replace(QUICK, bridges=asked))
+        assert healing.begins_with == "begins with the model's bridges of rank 4 and new adapters of rank 8"
+        assert all(map(torch.equal, learned_by(healing), trained))
+        for part in ((0, 1), (0, 2)):
+            expected = by_itself(load(folder), subset(*part, total=3), healing.held_out)
+            assert healing._loss(part) == pytest.approx(expected, rel=1e-4)
+    said: list[str] = []
+    settings = replace(QUICK, bridges=None, tokens=1, rate=1e-5)
+    found = heal(folder, [text], output, None, settings, tell=said.append)
+    assert (found["bridges"], found["new_bridges"], found["new_adapters"]) == (4, False, True)
+    assert said == [healing.begins_with]
+    for before, after in zip(trained, learned_by(begin_healing(output, [text], None, QUICK)), strict=False):
+        torch.testing.assert_close(after, before, rtol=0, atol=1e-4)  # not fitted anew
+        assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (replace(QUICK, bridges=2), "new bridges of rank 2 (the model's are of rank 4) and new adapters of rank 8"),
+        (replace(QUICK, bridges=0), "no bridges (the model's are of rank 4) and new adapters of rank 8"),
+        (
+            replace(QUICK, cut="1,2,2"),
+            "new bridges of rank 4 (the model's are for stages of 2,1,2 layers) and new adapters of rank 8",
+        ),
+    ],
+)
+def test_bridges_of_another_kind_than_asked_for_are_new(
+    tmp_path: Path, text: str, settings: HealSettings, words: str
+) -> None:
+    folder_with_bridges(tmp_path / "model")
+    healing = begin_healing(tmp_path / "model", [text], None, replace(settings, tokens=1, rate=1e-6))
+    assert healing.begins_with == f"begins with {words}"
+    assert not any(each.up.any() for each in healing.engine.bridges), "nothing is added before they are fitted"
+    healing.run((), lambda what, done, of: None)
+    assert all(each.up.abs().max() > 1e-3 for each in healing.engine.bridges)
+
+
+def test_a_healed_model_is_healed_further(tmp_path: Path, text: str) -> None:
+    export_to(tmp_path / "model")
+    short = replace(QUICK, tokens=1000)
+    first = heal(tmp_path / "model", [text], tmp_path / "once", text, short)
+    second = heal(tmp_path / "once", [text], tmp_path / "twice", text, replace(short, rank=None, bridges=None))
+    assert (second["bridges"], second["adapters"]) == (QUICK.bridges, QUICK.rank)
+    assert first["repeats"] == second["repeats"] == 1
+    assert not second["new_bridges"] and not second["new_adapters"]
+    for before, after in zip(first["perplexity"], second["perplexity"], strict=True):
+        assert after["before"] == pytest.approx(before["after"], rel=1e-4)
+    missing = second["perplexity"][1]
+    assert missing["after"] != missing["before"]
+
+
+def test_adapters_by_hop_stay_so(tmp_path: Path, text: str) -> None:
+    trained = folder_with_bridges(tmp_path / "model", hop_rank=4)
+    healing = begin_healing(tmp_path / "model", [text], None, HealSettings(sequence=16))
+    assert healing.begins_with == "begins with the model's bridges of rank 4 and the model's adapters of rank 6"
+    assert all(map(torch.equal, learned_by(healing), trained))
+    assert healing._loss((0, 2)) == pytest.approx(
+        by_itself(load(tmp_path / "model"), subset(0, 2, total=3), healing.held_out), rel=1e-4
+    )
+    healing.write(tmp_path / "healed")
+    assert bridges_info(tmp_path / "healed", 5) == bridges_info(tmp_path / "model", 5)
+    anew = begin_healing(tmp_path / "model", [text], None, replace(QUICK, bridges=4))
+    assert anew.engine.recipe.hop_rank == 0
+
+
 def test_what_is_written_is_what_was_measured(tmp_path: Path, text: str, skippipe: Command) -> None:
     """A model in one file gets stages by the file of its bridges, and an index, by which others leave that file out."""
     folder, output = tmp_path / "model", tmp_path / "healed"
@@ -148,6 +237,7 @@ def test_what_cannot_be_healed_is_said_in_one_line(tmp_path: Path, text: str) ->
         ("run", text, QUICK, "is a checkpoint; 'skippipe export"),
         ("model", str(short), QUICK, "tokens are too little to learn from"),
         ("model", text, HealSettings(sequence=1000), "--sequence 1000: the model attends to 64 tokens"),
+        ("model", text, HealSettings(rank=7, repeats=1), "--rank 7: 2 turns share it"),
         ("model", text, HealSettings(cut="1"), "of one stage none can be missing"),
         ("model", text, HealSettings(rank=0, bridges=0), "leave nothing that could learn"),
         ("model", text, HealSettings(device="cuda:99"), "this machine has"),
