@@ -109,15 +109,16 @@ def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pl
     else:
         compile_kernels()
         plan = TwoPhaseSearch(problem, strategy, request).plan()
-    plan = _with_averaging(problem, plan)
-    request.progress("searched", 1.0, seconds(iteration_ns(plan)))
+    plan = _with_averaging(problem, plan, request)
     return _bounded(problem, plan, request) if request.bound_s else plan
 
 
-def _with_averaging(problem: Problem, plan: Plan) -> Plan:
-    """The plan with averaging that is looked for thoroughly, and what it promises then."""
+def _with_averaging(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
+    """The plan that was searched, with averaging that is looked for thoroughly, and what it promises then."""
     plan = averaging_fastest(plan, thorough=True)
-    return plan.promising(simulate(plan, problem.timing))
+    plan = plan.promising(simulate(plan, problem.timing))
+    request.progress("searched", 1.0, seconds(iteration_ns(plan)))
+    return plan
 
 
 def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
@@ -423,12 +424,21 @@ def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanReques
     paths are long, data nodes have too few slots for some that are short. If there is none, or no way on from it, into
     one with longer paths.
     """
+    reached = 0.0
+
+    def show(what: str, share: float, best_s: float | None) -> None:
+        nonlocal reached
+        reached = max(reached, share)  # it does not go back for one more first plan
+        request.progress(what, reached, best_s)
+
     half = replace(request, budget_s=request.budget_s / 2, changes=request.changes / 2, bound_s=0.0)
+    first = replace(half, progress=lambda what, share, best_s: show(what, share / 2, None))  # seconds of other paths
+    second = replace(half, progress=lambda what, share, best_s: show(what, (1 + share) / 2, best_s))
     sizes, reason = () if problem.decision_variables.sizes else problem.sizes, Infeasible()
     for visited in sorted({sum(length) // len(length), max(length), problem.stages}):
         try:
             usual = replace(problem, visited=visited, sizes=sizes)
-            return sandwich(make_plan(usual, Strategy.BEST, half), length, half, usual)
+            return sandwich(make_plan(usual, Strategy.BEST, first), length, second, usual)
         except Infeasible as error:
             reason = error
     raise reason
@@ -457,7 +467,7 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
         searched, request = problem_on_stages(plan, longest), replace(request, placement=plan.placement)
     else:
         searched = replace(problem, visited=longest, workload=plan.workload, layers=plan.layers)
-    return _with_averaging(searched, _improved(searched, [first], request, began))
+    return _with_averaging(searched, _improved(searched, [first], request, began), request)
 
 
 def has_lengths(plan: Plan, length: PathLength) -> bool:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from skippipe import constraints
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
+from skippipe.plan import Plan
 from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.genetic_allocation import allocate, best_tour
@@ -28,6 +29,7 @@ from skippipe.planner.strategies import (
     with_detours,
     with_paths_of,
 )
+from skippipe.planner.strategies import sandwich as strategies_sandwich
 from skippipe.planner.two_phase import round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.timeline import Timing
@@ -99,6 +101,32 @@ def test_plans_with_paths_of_several_lengths(length: tuple[int, ...]) -> None:
     assert has_lengths(on_its_stages, length)
     kept = make_sandwich(problem, length, replace(request, placement=plan.placement))
     assert all(set(nodes) <= set(given) for nodes, given in zip(kept.placement, plan.placement, strict=True))
+
+
+@pytest.mark.parametrize("in_vain", [0, 1])
+def test_progress_of_a_sandwich_runs_once_and_has_its_seconds_alone(
+    in_vain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there is no way on from so many first plans."""
+    outcomes = iter([Infeasible()] * in_vain)
+
+    def sandwich(*given: Any) -> Plan:
+        if failure := next(outcomes, None):
+            raise failure
+        return strategies_sandwich(*given)
+
+    monkeypatch.setattr("skippipe.planner.strategies.sandwich", sandwich)
+    shown: list[tuple[float, float | None]] = []
+    work = Workload(TINY, sequence_tokens=16, microbatches=2 * lane_unit(4, (4, 4, 2)), max_slots=4)
+    request = replace(counted(Strategy.BEST), progress=lambda what, share, best_s: shown.append((share, best_s)))
+    plan = make_sandwich(Problem(random_cluster(10, seed=1), work, 4, 4), (4, 4, 2), request)
+    shares = [share for share, _ in shown]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    assert {best_s for share, best_s in shown if share < 0.5} == {None}
+    found = [best_s for _, best_s in shown if best_s]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == plan.promise.iteration_s
 
 
 @pytest.mark.slow
