@@ -31,7 +31,7 @@ from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, PlanRequest, Problem, Strategy, lane_unit
 from skippipe.planner.published import EXAMPLES, Example
-from skippipe.planner.strategies import compile_kernels, compile_search, make_plan, make_sandwich, with_paths_of
+from skippipe.planner.strategies import compile_kernels, compile_search, make_plan, make_plan_for, with_paths_of
 from skippipe.presets import preset, random_cluster
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import path_length_text
@@ -287,7 +287,7 @@ def sandwiches(seeds: int, budget_s: float) -> None:
         half_s = iteration_s(with_paths_of(whole, 3, Strategy.BEST, request))
         print(f"| {seed} | 6 | {iteration_s(whole):.2f} s | | |\n| {seed} | 3 | | {half_s:.2f} s | |", flush=True)
         for lengths in SANDWICHES:
-            placed = make_sandwich(problem, lengths, request)
+            placed = make_plan_for(problem, lengths, Strategy.BEST, request)
             kept = with_paths_of(whole, lengths, Strategy.BEST, request)
             turns_s = statistics.mean(iteration_s(whole) if each == 6 else half_s for each in lengths)
             print(

@@ -417,6 +417,17 @@ def _no_paths(plan: Plan, length: PathLength) -> Infeasible:
     return Infeasible(f"no paths were found that keep every rule{advice}")
 
 
+def make_plan_for(problem: Problem, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:
+    """A valid plan with nodes placed for paths of this length.
+
+    For several lengths that is a sandwich, if `best` searches and codecs are given. Otherwise it has paths of the
+    problem's one length, and `with_paths_of` finds those of several on its stages.
+    """
+    if isinstance(length, tuple) and strategy is Strategy.BEST and problem.codec_budget is None:
+        return make_sandwich(problem, length, request)
+    return make_plan(problem, strategy, request)
+
+
 def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanRequest) -> Plan:
     """A valid plan with paths of these lengths, each for an equal part of the microbatches.
 

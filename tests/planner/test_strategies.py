@@ -17,6 +17,7 @@ from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
+from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget
 from skippipe.planner.genetic_allocation import allocate, best_tour
 from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, lane_unit, stage_sizes
 from skippipe.planner.published import published20
@@ -24,6 +25,7 @@ from skippipe.planner.strategies import (
     detours_share,
     has_lengths,
     make_plan,
+    make_plan_for,
     make_sandwich,
     missing_links,
     with_detours,
@@ -101,6 +103,17 @@ def test_plans_with_paths_of_several_lengths(length: tuple[int, ...]) -> None:
     assert has_lengths(on_its_stages, length)
     kept = make_sandwich(problem, length, replace(request, placement=plan.placement))
     assert all(set(nodes) <= set(given) for nodes, given in zip(kept.placement, plan.placement, strict=True))
+
+
+def test_nodes_are_placed_for_several_lengths_by_best_with_given_codecs() -> None:
+    """Else for one, on whose stages the others find theirs."""
+    length = (4, 4, 2)
+    work = Workload(TINY, sequence_tokens=16, microbatches=2 * lane_unit(4, length), max_slots=4)
+    problem = Problem(random_cluster(10, seed=1), work, 4, 4)
+    chosen = replace(problem, codec_budget=CodecBudget.of(1.0, DEFAULT_PRICES))
+    cases = [(problem, Strategy.BEST), (problem, Strategy.DTFM_SKIP), (chosen, Strategy.BEST)]
+    found = [make_plan_for(each, length, strategy, counted(strategy, changes=300)) for each, strategy in cases]
+    assert [{len(lane.path) for lane in plan.lanes} for plan in found] == [{4, 2}, {4}, {4}]
 
 
 @pytest.mark.parametrize("in_vain", [0, 1])
