@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from statistics import fmean
 
 import numpy as np
 
@@ -63,6 +64,7 @@ EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for p
 DETOURS = (1.0, 3.0, 10.0)  # times what a message takes by way of a third node
 MOST_DETOURS = 0.5  # of the seconds or changes, for plans over detours
 LEAST_DETOURS = 0.02
+TURNS_SHARE = 0.1  # of the seconds or changes of a sandwich, for turns to compare it with
 CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
 
@@ -462,14 +464,9 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
     """
     compile_repair()
     began = request.clock()
+    budget_s, changes = FIRST_SHARE * request.budget_s, int(min(CHANGES, request.changes))
     first = repaired(
-        plan,
-        plan.placement,
-        plan.stage_of,
-        budget_s=FIRST_SHARE * request.budget_s,
-        changes=int(min(CHANGES, request.changes)),
-        visited=length,
-        clock=request.clock,
+        plan, plan.placement, plan.stage_of, budget_s=budget_s, changes=changes, visited=length, clock=request.clock
     )
     if first is None or not has_lengths(first, length) or validate(first):
         raise _no_paths(plan, length)
@@ -479,6 +476,18 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
     else:
         searched = replace(problem, visited=longest, workload=plan.workload, layers=plan.layers)
     return _with_averaging(searched, _improved(searched, [first], request, began), request)
+
+
+def turns_s(plan: Plan, length: tuple[int, ...], strategy: Strategy, request: PlanRequest) -> float:
+    """Seconds of an iteration on average, if all paths of an iteration have one of these lengths, by turns, on the
+    stages of the plan; Infeasible if there are no such plans.
+
+    A small share of the budget is enough, as nodes stay where they are.
+    """
+    share = TURNS_SHARE / (2 * len(set(length)))  # a new plan and a repaired one of each length
+    quick = replace(request, budget_s=share * request.budget_s, changes=share * request.changes)
+    plans = {each: with_paths_of(plan, each, strategy, quick) for each in set(length)}
+    return fmean(plans[each].promise.iteration_s for each in length)
 
 
 def has_lengths(plan: Plan, length: PathLength) -> bool:

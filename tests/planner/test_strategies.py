@@ -28,6 +28,7 @@ from skippipe.planner.strategies import (
     make_plan_for,
     make_sandwich,
     missing_links,
+    turns_s,
     with_detours,
     with_paths_of,
 )
@@ -114,6 +115,17 @@ def test_nodes_are_placed_for_several_lengths_by_best_with_given_codecs() -> Non
     cases = [(problem, Strategy.BEST), (problem, Strategy.DTFM_SKIP), (chosen, Strategy.BEST)]
     found = [make_plan_for(each, length, strategy, counted(strategy, changes=300)) for each, strategy in cases]
     assert [{len(lane.path) for lane in plan.lanes} for plan in found] == [{4, 2}, {4}, {4}]
+
+
+def test_seconds_by_turns_are_the_mean_of_iterations_of_each_length() -> None:
+    work = Workload(TINY, sequence_tokens=16, microbatches=6, max_slots=4)
+    plan = make_plan(Problem(random_cluster(10, seed=1), work, 4, 4), Strategy.DTFM_SKIP, quick())
+    mixes = (4, 4, 2), (4, 2), (4, 2, 2)
+    more, half, less = (turns_s(plan, each, Strategy.DTFM_SKIP, quick()) for each in mixes)
+    assert less < half < more
+    assert more + less == pytest.approx(2 * half)
+    with pytest.raises(Infeasible):
+        turns_s(plan.edited(workload=replace(work, microbatches=4)), (4, 2), Strategy.DTFM_SKIP, quick())
 
 
 @pytest.mark.parametrize("in_vain", [0, 1])
