@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from statistics import fmean
 
 import numpy as np
 
@@ -63,6 +64,7 @@ EARLY_BOUND_SHARE = 0.25  # of the seconds for a bound: before the search, for p
 DETOURS = (1.0, 3.0, 10.0)  # times what a message takes by way of a third node
 MOST_DETOURS = 0.5  # of the seconds or changes, for plans over detours
 LEAST_DETOURS = 0.02
+TURNS_SHARE = 0.1  # of the seconds or changes of a sandwich, for turns to compare it with
 CHOOSING_DRAWS = 400  # iterations with jitter, to tell plans apart by their 95th percentile
 CHOOSING_SEED = 2**31  # draws other than those by which people judge the plan
 
@@ -109,15 +111,16 @@ def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pl
     else:
         compile_kernels()
         plan = TwoPhaseSearch(problem, strategy, request).plan()
-    plan = _with_averaging(problem, plan)
-    request.progress("searched", 1.0, seconds(iteration_ns(plan)))
+    plan = _with_averaging(problem, plan, request)
     return _bounded(problem, plan, request) if request.bound_s else plan
 
 
-def _with_averaging(problem: Problem, plan: Plan) -> Plan:
-    """The plan with averaging that is looked for thoroughly, and what it promises then."""
+def _with_averaging(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
+    """The plan that was searched, with averaging that is looked for thoroughly, and what it promises then."""
     plan = averaging_fastest(plan, thorough=True)
-    return plan.promising(simulate(plan, problem.timing))
+    plan = plan.promising(simulate(plan, problem.timing))
+    request.progress("searched", 1.0, seconds(iteration_ns(plan)))
+    return plan
 
 
 def _bounded(problem: Problem, plan: Plan, request: PlanRequest) -> Plan:
@@ -418,6 +421,17 @@ def _no_paths(plan: Plan, length: PathLength) -> Infeasible:
     return Infeasible(f"no paths were found that keep every rule; {advice}, or add nodes")
 
 
+def make_plan_for(problem: Problem, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:
+    """A valid plan with nodes placed for paths of this length.
+
+    For several lengths that is a sandwich, if `best` searches and codecs are given. Otherwise it has paths of the
+    problem's one length, and `with_paths_of` finds those of several on its stages.
+    """
+    if isinstance(length, tuple) and strategy is Strategy.BEST and problem.codec_budget is None:
+        return make_sandwich(problem, length, request)
+    return make_plan(problem, strategy, request)
+
+
 def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanRequest) -> Plan:
     """A valid plan with paths of these lengths, each for an equal part of the microbatches.
 
@@ -425,12 +439,21 @@ def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanReques
     paths are long, data nodes have too few slots for some that are short. If there is none, or no way on from it, into
     one with longer paths.
     """
+    reached = 0.0
+
+    def show(what: str, share: float, best_s: float | None) -> None:
+        nonlocal reached
+        reached = max(reached, share)  # it does not go back for one more first plan
+        request.progress(what, reached, best_s)
+
     half = replace(request, budget_s=request.budget_s / 2, changes=request.changes / 2, bound_s=0.0)
+    first = replace(half, progress=lambda what, share, best_s: show(what, share / 2, None))  # seconds of other paths
+    second = replace(half, progress=lambda what, share, best_s: show(what, (1 + share) / 2, best_s))
     sizes, reason = () if problem.decision_variables.sizes else problem.sizes, Infeasible()
     for visited in sorted({sum(length) // len(length), max(length), problem.stages}):
         try:
             usual = replace(problem, visited=visited, sizes=sizes)
-            return sandwich(make_plan(usual, Strategy.BEST, half), length, half, usual)
+            return sandwich(make_plan(usual, Strategy.BEST, first), length, second, usual)
         except Infeasible as error:
             reason = error
     raise reason
@@ -443,14 +466,9 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
     """
     compile_repair()
     began = request.clock()
+    budget_s, changes = FIRST_SHARE * request.budget_s, int(min(CHANGES, request.changes))
     first = repaired(
-        plan,
-        plan.placement,
-        plan.stage_of,
-        budget_s=FIRST_SHARE * request.budget_s,
-        changes=int(min(CHANGES, request.changes)),
-        visited=length,
-        clock=request.clock,
+        plan, plan.placement, plan.stage_of, budget_s=budget_s, changes=changes, visited=length, clock=request.clock
     )
     if first is None or not has_lengths(first, length) or validate(first):
         raise _no_paths(plan, length)
@@ -459,7 +477,19 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
         searched, request = problem_on_stages(plan, longest), replace(request, placement=plan.placement)
     else:
         searched = replace(problem, visited=longest, workload=plan.workload, layers=plan.layers)
-    return _with_averaging(searched, _improved(searched, [first], request, began))
+    return _with_averaging(searched, _improved(searched, [first], request, began), request)
+
+
+def turns_s(plan: Plan, length: tuple[int, ...], strategy: Strategy, request: PlanRequest) -> float:
+    """Seconds of an iteration on average, if all paths of an iteration have one of these lengths, by turns, on the
+    stages of the plan; Infeasible if there are no such plans.
+
+    A small share of the budget is enough, as nodes stay where they are.
+    """
+    share = TURNS_SHARE / (2 * len(set(length)))  # a new plan and a repaired one of each length
+    quick = replace(request, budget_s=share * request.budget_s, changes=share * request.changes)
+    plans = {each: with_paths_of(plan, each, strategy, quick) for each in set(length)}
+    return fmean(plans[each].promise.iteration_s for each in length)
 
 
 def has_lengths(plan: Plan, length: PathLength) -> bool:

@@ -28,7 +28,7 @@ from skippipe.model_shape import MODELS, model_named
 from skippipe.planner.problem import Placement, PlanRequest, Problem, Strategy, lane_unit
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.published import Example, published_plan
-from skippipe.planner.strategies import make_plan, make_sandwich
+from skippipe.planner.strategies import make_plan_for
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of, path_length_text
 from skippipe.study.config import PlanSettings, Study, Traffic, Variant
@@ -293,10 +293,7 @@ def _plan_time(times: PlannedTimes, work: PlannedIteration) -> PlannedTime:
     request = PlanRequest(times.seed, times.planned.budget_s, placement)
     try:
         problem, microbatches = _problem(times.planned, work, placement)
-        if isinstance(work.visited, tuple):
-            plan = make_sandwich(problem, work.visited, request)
-        else:
-            plan = make_plan(problem, Strategy.BEST, request)
+        plan = make_plan_for(problem, work.visited, Strategy.BEST, request)
     except UserError as error:
         return PlannedTime(None, refusal=str(error))
     iteration_s = plan.promise.iteration_s * microbatches / plan.microbatches

@@ -31,7 +31,7 @@ from skippipe.planner.codec_choice import choose_beside, with_codecs_of, with_sm
 from skippipe.planner.problem import PlanRequest, Strategy, check_feasible
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
-from skippipe.planner.strategies import has_lengths, make_plan, make_sandwich, with_paths_of
+from skippipe.planner.strategies import has_lengths, make_plan_for, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.runtime.coordinator.recovery import BACKED_UP, best_pair
 from skippipe.runtime.coordinator.settings import (
@@ -316,12 +316,9 @@ def _make_job_plan(
     for length in plan_spec.also:
         with _explain_infeasible(length, problem.stages):  # what is infeasible is found before a long search
             check_feasible(problem, length, plan_spec.also)
-    strategy = Strategy(pipeline.strategy)
     usual = _most_frequent(lengths) if job.followed.phases else problem.visited
-    if isinstance(usual, tuple) and strategy is Strategy.BEST and budget is None:
-        with _explain_infeasible(usual, problem.stages):
-            return make_sandwich(problem, usual, request)
-    return make_plan(problem, strategy, request)
+    with _explain_infeasible(usual, problem.stages) if isinstance(usual, tuple) else nullcontext():
+        return make_plan_for(problem, usual, Strategy(pipeline.strategy), request)
 
 
 def _as_job_trains(workload: Workload, job: JobConfig, spec: ModelSpec, stages: int) -> Workload:

@@ -126,7 +126,8 @@ class PipelineConfig:
     split_backward: bool = False
     """Compute weight gradients when a node has nothing more urgent to do."""
     budget_s: Annotated[float, BUDGET_S] = 10.0
-    """Seconds of planning at most; again for every other length of paths that recipe.skip asks for."""
+    """Seconds of planning at most; again for every other length of paths that recipe.skip asks for, and a tenth, but at
+    least some two seconds, to compare iterations of several lengths with turns."""
     nats: Annotated[float | None, NATS] = None
     """Loss that codecs may add, in nats: every link, in either pass, and every stage that averages gets the codec that
     makes iterations shortest for it, in place of transport.wire and averaging.dtype. They are kept when the plan is

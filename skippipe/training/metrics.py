@@ -13,7 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -152,6 +154,13 @@ def timetable_text(
     timed = [f"{text} at {each_s[length]:.2f} s" for length, text in parts.items()]
     whole_s = sum(count * each_s[length] for length, count in lengths.items())
     return f"{', '.join(timed)}: {whole_s:,.1f} s promised in all"
+
+
+def turn_text(lengths: Sequence[int], stages: int) -> str:
+    """The recipe by which iterations have paths of these lengths by turns, as in "2 x 0 + 1/2"."""
+    shares = groupby(Fraction(stages - each, stages) for each in lengths)
+    counts = [(share, len(list(same))) for share, same in shares]
+    return " + ".join(f"{count} x {share}" if count > 1 else str(share) for share, count in counts)
 
 
 class IterationMetrics:

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -70,6 +70,8 @@ def run_job(
         run_setup.save_plans()
         promised = _promises(run_setup, engine, nodes_here)
         _announce(run_setup, promised)
+        if promised and not resumed:
+            _announce_turns(run_setup, stopped)
         if run_setup.job.model.weights and not resumed:
             run_setup = run_setup.with_first_checkpoint()
         if engine is not BACKENDS["one-process"]:
@@ -162,6 +164,31 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
         )
     if run_setup.lengths.keys() != {plan.visited}:
         print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages), promised=promised))
+
+
+def _announce_turns(run_setup: RunSetup, stopped: list[int]) -> None:
+    """Print which iterations with paths of several lengths take longer than iterations of each length would, by
+    turns on the same nodes."""
+    from skippipe.errors import Infeasible
+    from skippipe.planner.problem import PlanRequest, Strategy
+    from skippipe.planner.strategies import turns_s
+    from skippipe.training.metrics import turn_text
+
+    job, turns = run_setup.job, {}
+    strategy = Strategy(job.pipeline.strategy)
+    request = PlanRequest(job.seed, job.pipeline.budget_s, stopped=lambda: bool(stopped))
+    for length, plan in run_setup.plans.items():
+        if isinstance(length, tuple):
+            with suppress(Infeasible), plan_progress(strategy) as progress:
+                progress("comparing with turns", 0, None)
+                turns[length] = turns_s(plan, length, strategy, request)
+    for length, mean_s in turns.items():
+        plan = run_setup.plans[length]
+        if mean_s < plan.promise.iteration_s:
+            print(
+                f'note: by turns, "{turn_text(length, len(plan.stages))}", an iteration would take {mean_s:.2f} s on '
+                f"average instead of {plan.promise.iteration_s:.2f} s"
+            )
 
 
 def _announce_backup(run_setup: RunSetup) -> None:

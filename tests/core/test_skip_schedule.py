@@ -13,7 +13,7 @@ from skippipe.simulator import simulate
 from skippipe.skip_schedule import Phase, SkipSchedule, deal_lengths, path_length_text, visited_of
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, PipelineConfig
-from skippipe.training.metrics import timetable_text
+from skippipe.training.metrics import timetable_text, turn_text
 from tests.helpers.single_node import long_plan
 
 THIRD, HALF, WHOLE = Fraction(1, 3), Fraction(1, 2), Fraction(0)
@@ -176,3 +176,9 @@ def test_what_a_run_comes_to() -> None:
         f"100 iterations through 4 of 4 stages at {each_s:.2f} s: {1005 * each_s:,.1f} s promised in all"
     )
     assert timetable_text({3: 1}, {}, 4, promised=False) == "1 iteration through 3 of 4 stages"
+
+
+def test_a_sandwich_by_turns() -> None:
+    turn = turn_text((6, 6, 6, 6, 6, 3, 4), 6)
+    assert turn == "5 x 0 + 1/2 + 1/3"
+    assert SkipSchedule(turn).path_lengths(70, 6, 6) == {6: 50, 3: 10, 4: 10}

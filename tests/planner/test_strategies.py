@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from skippipe import constraints
 from skippipe.errors import Infeasible
 from skippipe.model_shape import MODELS
+from skippipe.plan import Plan
 from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
+from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget
 from skippipe.planner.genetic_allocation import allocate, best_tour
 from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, check_feasible, lane_unit, stage_sizes
 from skippipe.planner.published import published20
@@ -23,11 +25,14 @@ from skippipe.planner.strategies import (
     detours_share,
     has_lengths,
     make_plan,
+    make_plan_for,
     make_sandwich,
     missing_links,
+    turns_s,
     with_detours,
     with_paths_of,
 )
+from skippipe.planner.strategies import sandwich as strategies_sandwich
 from skippipe.planner.two_phase import round_robin_paths
 from skippipe.presets import datacentre, random_cluster, regions
 from skippipe.skip_schedule import PathLength
@@ -125,6 +130,54 @@ def test_a_sandwich_that_finds_no_room_says_what_would_help() -> None:
         make_sandwich(problem, length, counted(Strategy.BEST))
     roomy = make_sandwich(replace(problem, workload=replace(work, max_slots=6)), length, counted(Strategy.BEST))
     assert has_lengths(roomy, length)
+
+
+def test_nodes_are_placed_for_several_lengths_by_best_with_given_codecs() -> None:
+    """Else for one, on whose stages the others find theirs."""
+    length = (4, 4, 2)
+    work = Workload(TINY, sequence_tokens=16, microbatches=2 * lane_unit(4, length), max_slots=4)
+    problem = Problem(random_cluster(10, seed=1), work, 4, 4)
+    chosen = replace(problem, codec_budget=CodecBudget.of(1.0, DEFAULT_PRICES))
+    cases = [(problem, Strategy.BEST), (problem, Strategy.DTFM_SKIP), (chosen, Strategy.BEST)]
+    found = [make_plan_for(each, length, strategy, counted(strategy, changes=300)) for each, strategy in cases]
+    assert [{len(lane.path) for lane in plan.lanes} for plan in found] == [{4, 2}, {4}, {4}]
+
+
+def test_seconds_by_turns_are_the_mean_of_iterations_of_each_length() -> None:
+    work = Workload(TINY, sequence_tokens=16, microbatches=6, max_slots=4)
+    plan = make_plan(Problem(random_cluster(10, seed=1), work, 4, 4), Strategy.DTFM_SKIP, quick())
+    mixes = (4, 4, 2), (4, 2), (4, 2, 2)
+    more, half, less = (turns_s(plan, each, Strategy.DTFM_SKIP, quick()) for each in mixes)
+    assert less < half < more
+    assert more + less == pytest.approx(2 * half)
+    with pytest.raises(Infeasible):
+        turns_s(plan.edited(workload=replace(work, microbatches=4)), (4, 2), Strategy.DTFM_SKIP, quick())
+
+
+@pytest.mark.parametrize("in_vain", [0, 1])
+def test_progress_of_a_sandwich_runs_once_and_has_its_seconds_alone(
+    in_vain: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if there is no way on from so many first plans."""
+    outcomes = iter([Infeasible()] * in_vain)
+
+    def sandwich(*given: Any) -> Plan:
+        if failure := next(outcomes, None):
+            raise failure
+        return strategies_sandwich(*given)
+
+    monkeypatch.setattr("skippipe.planner.strategies.sandwich", sandwich)
+    shown: list[tuple[float, float | None]] = []
+    work = Workload(TINY, sequence_tokens=16, microbatches=2 * lane_unit(4, (4, 4, 2)), max_slots=4)
+    request = replace(counted(Strategy.BEST), progress=lambda what, share, best_s: shown.append((share, best_s)))
+    plan = make_sandwich(Problem(random_cluster(10, seed=1), work, 4, 4), (4, 4, 2), request)
+    shares = [share for share, _ in shown]
+    assert shares == sorted(shares)
+    assert (shares[0], shares[-1]) == (0, 1)
+    assert {best_s for share, best_s in shown if share < 0.5} == {None}
+    found = [best_s for _, best_s in shown if best_s]
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == plan.promise.iteration_s
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from skippipe.model_shape import MODELS
 from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.planner.problem import PlanRequest
-from skippipe.planner.strategies import make_plan, with_paths_of
+from skippipe.planner.strategies import make_plan_for, with_paths_of
 from skippipe.toml_config import example, from_table
 from skippipe.training import build_run as build_run_module
 from skippipe.training import train_job
@@ -277,7 +277,7 @@ def set_up(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSetup, l
         def searched(problem_or_plan: Any, *others: Any) -> Plan:
             *more, strategy, request = others
             requests.append(request)
-            limited = strategy == "best" and search is make_plan
+            limited = strategy == "best" and search is make_plan_for
             little = {"budget_s": math.inf, "changes": 1} if limited else {"budget_s": 0.01}
             limits = replace(request, **little)
             key = repr((search, problem_or_plan, more, strategy, limits.seed, limits.placement, limits.robust, little))
@@ -287,7 +287,7 @@ def set_up(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSetup, l
 
         return searched
 
-    monkeypatch.setattr(build_run_module, "make_plan", short(make_plan))
+    monkeypatch.setattr(build_run_module, "make_plan_for", short(make_plan_for))
     monkeypatch.setattr(build_run_module, "with_paths_of", short(with_paths_of))
     shutil.rmtree(job.output, ignore_errors=True)
     with open_run_folder(Path(job.output)) as opened:
