@@ -6,9 +6,10 @@ what a run takes; the first says what moving them could still win. Only when a m
 a job of its own, do nodes find new places.
 
 An iteration with paths of several lengths has one plan for all of them, as in a job. While healing, an iteration in
-several passes counts as so many. Bridges are not counted here, though plans of jobs count them: they take a few
-thousandths. Nor are adapters, the forward passes of a teacher, and steps for parts of the microbatches (`heal_split`),
-which do take long.
+several passes counts as so many. The forward pass of a teacher counts as a third of a whole iteration, and a stage that
+takes the place of others (repeats) as one more visit: at most that, as the first averages no gradients, and the second
+has no hop. Bridges are not counted here, though plans of jobs count them: they take a few thousandths. Nor are
+adapters, and steps for parts of the microbatches (`heal_split`), which do take long.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from skippipe.errors import UserError
@@ -31,6 +33,7 @@ from skippipe.planner.published import Example, published_plan
 from skippipe.planner.strategies import make_plan_for
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of, path_length_text
+from skippipe.stage_subset import draw_subsets
 from skippipe.study.config import PlanSettings, Study, Traffic, Variant
 from skippipe.timeline import Timing
 from skippipe.toml_config import from_table
@@ -39,6 +42,8 @@ from skippipe.workload import Workload
 
 FORMAT, VERSION = "skippipe-study-times", 2
 SEED = 0  # of the planner
+TEACHER_SHARE = 1 / 3  # of a whole iteration: the forward pass
+PATHS = 1000  # of a length, at most, for means over them
 TIME_S = Range(0, CENTURY_S.most, above=True)
 PlanningProgress = Callable[[str, float], None]
 """What is planned, and what share of all plans is done."""
@@ -123,9 +128,8 @@ class PlannedTimes:
     ) -> dict[TimedPhase, PlannedIteration]:
         """The iteration to plan for every phase, if so many iterations are of that phase. With `moving`, nodes take the
         places that are best for each."""
-        layers = round(self.workload_layers * (variant.layers or self.model_layers) / self.model_layers)
-        early_exit = variant.recipe.early_exit > 0
-        found = {}
+        whole = self.whole_iteration(variant)
+        layers, early_exit, found = whole.layers, whole.early_exit, {}
         for phase in phases:
             if phase.young:  # a pipeline by itself, of fewer stages
                 assert isinstance(phase.visited, int), "the same share is skipped until a model grows"
@@ -137,6 +141,11 @@ class PlannedTimes:
                 usual = phase if moving or phase.heals else most_frequent(phases)
                 found[phase] = PlannedIteration(variant.stages, layers, phase.visited, usual.visited, early_exit)
         return found
+
+    def whole_iteration(self, variant: Variant) -> PlannedIteration:
+        """The iteration through all stages, on nodes placed for it."""
+        layers = round(self.workload_layers * (variant.layers or self.model_layers) / self.model_layers)
+        return PlannedIteration(variant.stages, layers, variant.stages, variant.stages, variant.recipe.early_exit > 0)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -213,11 +222,32 @@ def elapsed_s(result: Mapping[str, Any], times: PlannedTimes) -> list[float] | N
     wanted = times.planned_iterations(variant, Counter(phases))
     plans = {phase: times.plans.get(work) for phase, work in wanted.items()}
     seconds = {phase: each.iteration_s for phase, each in plans.items() if each and each.iteration_s}
-    if seconds.keys() != wanted.keys():
+    whole = times.plans.get(times.whole_iteration(variant))
+    if seconds.keys() != wanted.keys() or (variant.recipe.distill and not (whole and whole.iteration_s)):
         return None
-    each_s = (seconds[phase] * (variant.heal_passes if phase.heals else 1) for phase in phases)
-    passed = list(accumulate(each_s, initial=0.0))
+    whole_s = (whole and whole.iteration_s) or 0.0
+    for phase, own_s in seconds.items():
+        more = _stand_ins_s(variant.recipe, variant.stages, phase, own_s, whole_s)
+        seconds[phase] = (own_s + more) * (variant.heal_passes if phase.heals else 1)
+    passed = list(accumulate((seconds[phase] for phase in phases), initial=0.0))
     return [passed[int(point[0])] for point in result["curve"]]
+
+
+def _stand_ins_s(recipe: SkipSchedule, stages: int, phase: TimedPhase, own_s: float, whole_s: float) -> float:
+    """What a teacher and repeats add to the seconds of an iteration at most."""
+    lengths = parts_of(phase.visited)
+    skipping = [length for length in lengths if length < stages]
+    if phase.young or (recipe.heal and not phase.heals) or not skipping:
+        return 0.0
+    taught_s = TEACHER_SHARE * whole_s * len(skipping) / len(lengths) if recipe.distill else 0.0
+    return taught_s + own_s * sum(_repeated(stages, each, recipe.repeats) for each in skipping) / sum(lengths)
+
+
+@cache
+def _repeated(stages: int, visited: int, repeats: int) -> float:
+    """How often stages of a path take the place of others, in the mean over paths."""
+    paths = draw_subsets(stages, visited, PATHS, SEED) if repeats else [tuple(range(stages))]
+    return fmean(sum(min(repeats, target - stage - 1) for stage, target in pairwise((*path, stages))) for path in paths)
 
 
 @cache  # used again and again by runs and tables
@@ -253,6 +283,7 @@ def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: in
         wanted.update(
             times.planned_iterations(run.variant, phases).values(),
             times.planned_iterations(run.variant, phases, moving=True).values(),
+            [times.whole_iteration(run.variant)] if run.variant.recipe.distill else [],
         )
     missing = sorted(wanted - times.plans.keys(), key=lambda work: (work.visited != work.placed_for, work.order))
     for number, work in enumerate(missing):  # first those whose placement others take over

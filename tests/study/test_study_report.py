@@ -106,6 +106,23 @@ def test_healing_in_several_passes_takes_as_many_times_as_long() -> None:
     assert elapsed_s(result(thrice, 0, losses), TIMES) == [200, 400, 600, 900]
 
 
+def test_a_teacher_and_repeats_take_time() -> None:
+    """Where two of six stages are missing, stages take the place of 1.6 others in the mean, beside the 4 visits."""
+    recipe = SkipSchedule("0 until 75%, 1/3", adapters=8, distill=0.9, heal="75%")
+    losses = [5.0, 4.0, 3.5, 3.0]
+    taught = elapsed_s(result(replace(FULL, recipe=recipe), 0, losses), TIMES)
+    assert taught == pytest.approx([200, 400, 600, 700 + 2 * 100 / 3])
+    repeated = elapsed_s(result(replace(FULL, recipe=replace(recipe, repeats=1)), 0, losses), TIMES)
+    assert repeated == pytest.approx([200, 400, 600, 700 + 2 * (100 / 3 + 50 * 1.6 / 4)])
+    mixed = replace(recipe, skip="0 until 75%, 0 & 1/3")
+    times = replace(
+        TIMES, plans=PROMISES | {PlannedIteration(6, 24, (6, 4), (6, 4), early_exit=False): PlannedTime(80)}
+    )
+    assert elapsed_s(result(replace(FULL, recipe=mixed), 0, losses), times) == pytest.approx(
+        [200, 400, 600, 760 + 2 * 100 / 6]
+    )
+
+
 def test_an_iteration_with_paths_of_several_lengths_has_one_plan(tmp_path: Path) -> None:
     mixed = (6, 6, 3)
     planned = {
