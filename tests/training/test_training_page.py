@@ -26,7 +26,7 @@ from skippipe.skip_schedule import USUAL, SkipSchedule, parts_of
 from skippipe.timeline import Timeline, Timing
 from skippipe.training.backends import one_process
 from skippipe.training.build_run import RunSetup
-from skippipe.training.job_config import JobConfig, load_job
+from skippipe.training.job_config import FOR_STUDIES, JobConfig, load_job
 from skippipe.training.metrics import IterationMetrics, MetricsFile
 from skippipe.training.reference import ReferenceState, ReferenceTrainer
 from skippipe.workload import LinkDtypes, Workload
@@ -299,19 +299,8 @@ def test_fields_and_their_defaults() -> None:
     flat = {name: value for name, value in job.items() if name in ("iterations", "seed")}
     flat |= {f"learning.{name}": value for name, value in job["learning"].items()}
     flat |= {f"lora.{name}": value for name, value in job["lora"].items() if name != "weights"}
-    # refused in training
-    studies = (
-        "grow",
-        "exposure",
-        "swaps",
-        "adapters",
-        "adapters_by_hop",
-        "adapters_shared",
-        "distill",
-        "distill_hidden",
-        "heal",
-    )
-    flat |= {f"recipe.{name}": value for name, value in job["recipe"].items() if name not in studies}
+    recipe = {f"recipe.{name}": value for name, value in job["recipe"].items()}
+    flat |= {name: value for name, value in recipe.items() if name not in FOR_STUDIES}
     table = rows(SECTION.partition("### Paths")[0].partition("| job field |")[2])
     said = {name.strip("`"): json.loads(cells[0].strip("`")) for name, cells in table.items()}
     assert said == flat
