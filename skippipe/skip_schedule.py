@@ -204,19 +204,20 @@ class SkipSchedule:
                 exact[length] = exact.get(length, Fraction(0)) + Fraction(times, len(parts))
         return Counter({length: round(count) for length, count in exact.items()})
 
-    def path_lengths(self, iterations: int, stages: int, default_length: int) -> Counter[PathLength]:
-        """How many iterations have which paths. Counted by turns, as there may be a thousand million."""
+    def path_lengths(self, iterations: int, stages: int, default_length: int, first: int = 0) -> Counter[PathLength]:
+        """How many iterations have which paths, from the `first` one on. Counted by turns, as there may be a thousand
+        million."""
         if not self.phases:
-            return Counter({default_length: iterations})
+            return Counter({default_length: iterations - first})
         found: Counter[PathLength] = Counter()
-        begin = 0
+        begin = first
         for phase in self.phases:
             end = math.ceil(phase.until * iterations)
             turn = len(phase.turn)
-            for first in range(begin, min(end, begin + turn)):  # each place in the turn, as often as it comes
-                mix = [visited_of(share, stages) for share in phase.turn[first % turn]]
-                found[_path_length(mix)] += len(range(first, end, turn))
-            begin = end
+            for number in range(begin, min(end, begin + turn)):  # each place in the turn, as often as it comes
+                mix = [visited_of(share, stages) for share in phase.turn[number % turn]]
+                found[_path_length(mix)] += len(range(number, end, turn))
+            begin = max(begin, end)
         return found
 
     def residual_scale(self, stages: int, visited: int) -> float:

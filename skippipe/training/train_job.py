@@ -162,8 +162,10 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
             f"trains adapters of rank {lora} ({', '.join(run_setup.spec.lora.targets)}): {trained / 1e6:.2f}M weights, "
             f"{trained / parameters:.2%} of the model's, which stay as they are"
         )
-    if run_setup.lengths.keys() != {plan.visited}:
-        print(timetable_text(run_setup.lengths, run_setup.plans, len(plan.stages), promised=promised))
+    job, first = run_setup.job, run_setup.run.first
+    left = job.followed.path_lengths(job.iterations, len(plan.stages), plan.visited, first)
+    if left.keys() != {plan.visited}:
+        print(timetable_text(left, run_setup.plans, len(plan.stages), promised=promised))
 
 
 def _announce_turns(run_setup: RunSetup, stopped: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 
 import pytest
@@ -182,3 +183,11 @@ def test_a_sandwich_by_turns() -> None:
     turn = turn_text((6, 6, 6, 6, 6, 3, 4), 6)
     assert turn == "5 x 0 + 1/2 + 1/3"
     assert SkipSchedule(turn).path_lengths(70, 6, 6) == {6: 50, 3: 10, 4: 10}
+
+
+@pytest.mark.parametrize("skip", ["", "1/3", "0 & 1/2 until 25%, 2 x 1/3 + 0 until 60%, 1/2"])
+@pytest.mark.parametrize("first", [0, 3, 11, 20])
+def test_lengths_of_what_is_left_of_a_run(skip: str, first: int) -> None:
+    recipe = SkipSchedule(skip)
+    expected = Counter(recipe.visited(number, 20, 6, 4) for number in range(first, 20))
+    assert +recipe.path_lengths(20, 6, 4, first) == expected
