@@ -96,9 +96,8 @@ def write_bridges(
         shapes = _bridge_shapes(stage, info, held.width)
         tensors |= {name: each.view(shapes[name]) for name, each in _bridge_weights(stage, held)}
     for stage, parts in enumerate(adapters):
-        tensors |= dict(_adapter_weights(stage, parts))
-        if parts.repeats:
-            tensors[f"gates.{stage}"] = parts.gates.view(parts.repeats, -1)
+        weights = _adapter_weights(stage, parts)
+        tensors |= {name: each if each.dim() > 1 else each.view(parts.repeats, -1) for name, each in weights}
     file = folder / BRIDGES_FILE
     kept = {name: each.detach().to("cpu", dtype).contiguous() for name, each in tensors.items()}
     save_tensors(kept, file, info.metadata)

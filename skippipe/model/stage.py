@@ -400,10 +400,6 @@ class StandIns(nn.Module):
         self._stages, self._hop_rank = stages, hop_rank
         self._scales: dict[Hop | None, Tensor | None] = {None: None}
 
-    @property
-    def repeats(self) -> int:
-        return self.adapters.repeats if self.adapters else 0
-
     def set_hop(self, hop: Hop | None) -> None:
         if self.adapters is None:
             return
@@ -415,9 +411,9 @@ class StandIns(nn.Module):
         self.adapters.scale = self._scales[hop]
 
     def cross(self, hidden: Tensor, hop: Hop, repeated: Repeated) -> Tensor:
-        for turn in range(1, min(self.repeats, hop.left_out) + 1):
-            assert self.adapters is not None
-            hidden = self.adapters.repeat(turn, hidden, repeated)
+        if self.adapters is not None:
+            for turn in range(1, min(self.adapters.repeats, hop.left_out) + 1):
+                hidden = self.adapters.repeat(turn, hidden, repeated)
         if self.bridges is None or not hop.left_out:
             return hidden
         bridges, at, width = self.bridges, hop.left_out - 1, self.bridges.width

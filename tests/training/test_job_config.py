@@ -32,12 +32,12 @@ from skippipe.training.build_run import RunSetup, build_run, plans_by_length
 from skippipe.training.job_config import ADVISED, JobConfig, load_job
 from skippipe.validate import validate
 from skippipe.workload import Workload
+from tests.helpers.jobs import WORDS
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import Bench
 
 QUICK = PlanRequest(seed=0, budget_s=0.2, changes=300)
-WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
 
 
 def job_in(folder: Path, text: str) -> JobConfig:

@@ -35,10 +35,10 @@ from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import open_run_folder
 from skippipe.transport.addresses import free_port
 from tests.helpers.chats import chat_tokenizer
+from tests.helpers.jobs import WORDS
 from tests.helpers.model_folders import export_to
 from tests.helpers.models import tiny
 
-WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
 Values = dict[str, Any]
 
 

@@ -29,17 +29,16 @@ from skippipe.runtime.coordinator.wal_records import plan_records
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.toml_config import from_table
 from skippipe.training import build_run as build_run_module
 from skippipe.training import train_job
 from skippipe.training.backends import one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import JobConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run, RunOptions
 from skippipe.validate import validate
 from skippipe.workload import LinkDtypes, Workload
 from tests.helpers.exact_training import distance
+from tests.helpers.jobs import WORDS, tiny_job
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.pretrained_jobs import Losses
@@ -51,7 +50,6 @@ TIMEOUT_S = 60.0
 ITERATIONS = 4
 LOST_AFTER = 1
 LEARNING = OptimConfig(rate=3e-3, warmup=1, iterations=ITERATIONS)
-WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
 # Two nodes on stages 0 and 2, one on stage 1. One lane skips stage 1, one swaps 1 and 2.
 STAGES = (Stage(2, (0, 1), (0, 1)), Stage(1, (2,), (2,)), Stage(2, (3, 4), (4, 3)))
 LANES = (Lane((0, 2, 3), 2), Lane((1, 4), 1), Lane((1, 3, 2), 1))
@@ -173,21 +171,16 @@ def hop_bytes(plan: Plan) -> dict[tuple[int, int], int]:
 
 def built(folder: Path, *, resumed: bool = False, **pipeline: Any) -> RunSetup:
     """A job over regions, with paths of two lengths."""
-    (folder / "text.txt").write_text(WORDS * 50)
-    (folder / "model.json").write_text(json.dumps(tiny("llama").to_dict()))
-    said = {
-        "output": str(folder / "run"),
-        "iterations": 6,
-        "cluster": "regions:8",
-        "model": {"config": str(folder / "model.json")},
-        "data": {"texts": str(folder / "text.txt"), "vocabulary": 300, "folder": str(folder / "tokens")},
-        "batch": {"sequence": 16, "samples": 1},
-        "pipeline": {"stages": 4, "strategy": "dtfm-skip", **pipeline},
-        "recipe": {"skip": "1/4 until 60%, 0"},
-        "emulation": {"enabled": True},
-        "checkpoint": {"every": 3},
-    }
-    return build_run(from_table(JobConfig, said), request=QUICK, options=RunOptions(resumed=resumed))
+    job = tiny_job(
+        folder,
+        iterations=6,
+        cluster="regions:8",
+        pipeline={"stages": 4, "strategy": "dtfm-skip", **pipeline},
+        recipe={"skip": "1/4 until 60%, 0"},
+        emulation={"enabled": True},
+        checkpoint={"every": 3},
+    )
+    return build_run(job, request=QUICK, options=RunOptions(resumed=resumed))
 
 
 @pytest.mark.slow

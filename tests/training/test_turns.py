@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +13,9 @@ from skippipe.errors import Infeasible
 from skippipe.plan import Plan
 from skippipe.planner.problem import PlanRequest, Strategy
 from skippipe.planner.strategies import has_lengths
-from skippipe.toml_config import from_table
 from skippipe.training.backends import BACKENDS
-from skippipe.training.job_config import JobConfig
 from skippipe.training.train_job import run_job
-from tests.helpers.models import tiny
-
-WORDS = "It was the best of links, it was the worst of links, it was the age of wisdom and of foolishness. "
+from tests.helpers.jobs import tiny_job
 
 
 def no_plans(*_: Any) -> float:
@@ -53,20 +48,15 @@ def test_training_says_when_turns_would_be_faster(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "text.txt").write_text(WORDS * 50)
-    (tmp_path / "model.json").write_text(json.dumps(tiny("llama").to_dict()))
-    table = {
-        "output": str(tmp_path / "run"),
-        "iterations": 1,
-        "cluster": "regions:4",
-        "model": {"config": str(tmp_path / "model.json")},
-        "data": {"texts": str(tmp_path / "text.txt"), "vocabulary": 300, "folder": str(tmp_path / "tokens")},
-        "batch": {"sequence": 16, "samples": 1},
-        "pipeline": {"stages": 3, "budget_s": 0.1},
-        "recipe": {"skip": skip},
-        "checkpoint": {"every": 0},
-    }
+    job = tiny_job(
+        tmp_path,
+        iterations=1,
+        cluster="regions:4",
+        pipeline={"stages": 3, "budget_s": 0.1},
+        recipe={"skip": skip},
+        checkpoint={"every": 0},
+    )
     monkeypatch.setattr("skippipe.planner.strategies.turns_s", turns_s)
-    run_job(from_table(JobConfig, table), BACKENDS[engine])
+    run_job(job, BACKENDS[engine])
     line = r'note: by turns, "2 x 0 \+ 1/3", an iteration would take 0\.00 s on average instead of \d+\.\d\d s\n'
     assert len(re.findall(line, capsys.readouterr().out)) == said
