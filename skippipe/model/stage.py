@@ -152,10 +152,11 @@ class StageModel(nn.Module):
         yield from (pair for pair in self._named_parameters() if not pair[1].requires_grad)
 
     def linear_maps(self) -> Iterator[tuple[str, nn.Linear]]:
-        """Those of its layers that are nothing else, under the names that they have in the whole model."""
+        """Those of its layers that are nothing else, or have adapters beside them, under the names that they have in
+        the whole model."""
         for number, layer in zip(self.numbers, self.layers, strict=True):
             for name, module in layer.named_modules(prefix=f"model.layers.{number}"):
-                if is_linear(module):
+                if is_linear(module) or isinstance(module, AdaptedLinear):
                     assert isinstance(module, nn.Linear)
                     yield name, module
 
@@ -311,7 +312,7 @@ class AdaptedLinear(nn.Linear):
         stage = self.adapter.stage
         if stage.scale is None:
             return made
-        down, up = self.adapter.of_turn(stage) if stage.repeats else (self.adapter.down, self.adapter.up)
+        down, up = self.adapter.of_turn(stage.turn) if stage.repeats else (self.adapter.down, self.adapter.up)
         low = functional.linear(input, down) * stage.scale.to(input.device)
         return made + functional.linear(low.to(input.dtype), up)
 
@@ -326,10 +327,10 @@ class LinearAdapter(nn.Module):
         self.down = nn.Parameter(torch.randn(rank, of.in_features, generator=generator) / sqrt(of.in_features))
         self.up = nn.Parameter(torch.zeros(of.out_features, rank))
 
-    def of_turn(self, stage: StageAdapters) -> tuple[Tensor, Tensor]:
-        """The part of the rank that is for the turn that the stage has."""
-        each = stage.rank // (stage.repeats + 1)
-        here = slice(stage.turn * each, (stage.turn + 1) * each)
+    def of_turn(self, turn: int) -> tuple[Tensor, Tensor]:
+        """The part of the rank that is for this turn of the stage."""
+        each = self.stage.rank // (self.stage.repeats + 1)
+        here = slice(turn * each, (turn + 1) * each)
         return self.down[here], self.up[:, here]
 
 

@@ -245,8 +245,9 @@ class Variant:
     have learned from the text before, in another pass or epoch; with one pass and one epoch, of all text while only
     these learn: training may have had it before."""
     heal_fit: Annotated[int, Range(0, 10_000)] = 0
-    """When only these begin to learn, bridges become the linear maps that come closest to what they leave out, by the
-    hidden states of the whole model on the text of the next so many iterations; 0: they begin as they are."""
+    """When only these begin to learn, bridges and repeats become the maps of their rank that come closest to what they
+    stand for, by the hidden states of the whole model on the text of the next so many iterations; 0: they begin as they
+    are."""
     breaks: Rule = ""
     """A rule to break on purpose: CC1 (stage 0 is skipped like any other), CC2 (stages come in one of several random
     orders), CC3 (some stages are visited often, others seldom)."""
@@ -268,8 +269,10 @@ class Variant:
             )
         if self.heal_drawn and not self.recipe.heal:
             raise UserError(f"variant '{self.name}': heal_drawn: add recipe.heal, from where on tokens are drawn")
-        if self.heal_fit and not (self.recipe.heal and self.recipe.bridges):
-            raise UserError(f"variant '{self.name}': heal_fit: add recipe.heal and recipe.bridges, which are fitted")
+        if self.heal_fit and not (self.recipe.heal and (self.recipe.bridges or self.recipe.repeats)):
+            raise UserError(
+                f"variant '{self.name}': heal_fit: add recipe.heal, and bridges or repeats, which are fitted"
+            )
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
 from skippipe.study.config import HopCodecs, Traffic
 from skippipe.study.cuda_graphs import GraphCache
-from skippipe.study.least_squares import fit_bridges
+from skippipe.study.least_squares import fit_bridges, fit_repeats
 from skippipe.study.path_sampling import StudyShape, StudyStep, group_by_stage
 from skippipe.study.traffic import Subspace, gradient_sum, sent
 
@@ -134,10 +134,19 @@ class Engine:
         self.bridges = [each.to(self.device) for each in bridges]
         self.bridge_weights = [FlatParams(each.named_parameters(), self._stand_in_learning) for each in self.bridges]
 
-    def fit_bridges(self, batches: Iterable[Tensor], wire: str = "") -> None:
-        """Make them the linear maps that come closest to what they leave out, on these token ids; `wire`: with this
-        codec on hops."""
-        fit_bridges(self.bridges, (self._whole_states(each, wire) for each in batches))
+    @torch.no_grad()
+    def fit_stand_ins(
+        self, batches: Iterable[Tensor], wire: str = "", *, bridges: bool = True, repeats: bool = True
+    ) -> None:
+        """Make bridges, or repeats, or both the maps that come closest to what they stand for, on these token ids;
+        `wire`: with this codec on hops."""
+        states = [self._whole_states(each, wire) for each in batches]
+        reached = [self.recipe.repeats] * len(self.stages)
+        if repeats and self.recipe.repeats:
+            with self.autocast(), torch.compiler.set_stance("force_eager"):  # what is compiled calls no hooks
+                reached = fit_repeats(self.stages, self.adapters, states)
+        if bridges:
+            fit_bridges(self.bridges, states, reached)
 
     @torch.no_grad()
     def grow(self, donors: Mapping[int, int], *, preserving: bool = False) -> None:

@@ -42,7 +42,6 @@ from skippipe.inference.eval.perplexity import DEFAULT_CONTEXT, Windows, beginni
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import check_device
-from skippipe.model.stage import GATE
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits, draw_subsets
@@ -54,7 +53,7 @@ REPEATS = 1  # where the model has no adapters yet
 SMALLEST_RANK, LARGEST_RANK, LARGEST_BRIDGES = 8, 512, 128
 RATE, RATE_WIDTH = 1e-3, 512  # the learning rate, for so many channels or fewer; of more it is less
 STEP_TOKENS = 5120  # of a step, or a few more
-FIT_STEPS = 8  # whose text bridges are fitted on before the first step
+FIT_STEPS = 8  # whose text bridges and repeats are fitted on before the first step
 PASSES, MOST_TOKENS = 8, 20_000_000  # by default: so often over the text, but not more
 HELD_OUT, HELD_OUT_TOKENS = 20, 16_384  # every 20th window, and up to so many tokens, if no text is given for it
 LEAST_WINDOWS = 32  # to learn from
@@ -131,6 +130,15 @@ class Healing:
         return len(self.layers)
 
     @property
+    def fits_repeats(self) -> bool:
+        return bool(self.engine.recipe.repeats and not self.kept.adapters)
+
+    @property
+    def fits_bridges(self) -> bool:
+        """Those that the model has, too, if new repeats take over a part of what they stand for."""
+        return bool(self.engine.bridges and (self.fits_repeats or not self.kept.bridges))
+
+    @property
     def begins_with(self) -> str:
         """Which bridges and adapters it begins with, and why not with those of the folder."""
         recipe, stored, kept = self.engine.recipe, self.stored, self.kept
@@ -145,6 +153,8 @@ class Healing:
             why = f" (the model's are {unlike})" if theirs and not same else ""
             whose = f"the model's {what}" if same else f"new {what}" if rank else f"no {what}"
             words.append(whose + (f" of rank {rank}" if rank else "") + why)
+        if kept.bridges and self.fits_repeats:
+            words[0] += " (fitted anew, beside repeats)"
         return f"begins with {' and '.join(words)}"
 
     @property
@@ -166,11 +176,10 @@ class Healing:
         """Take all steps, or those until something is in `stopped`."""
         engine, rows, steps = self.engine, self._rows(), self.steps
         batches = [next(rows) for _ in range(min(FIT_STEPS, steps))]
-        if engine.bridges and not self.kept.bridges:
-            progress("fitting bridges", 0, steps)
-            engine.fit_bridges(each[:, :-1] for each, _ in batches)
-        if not self.kept.adapters:
-            _set_gates(engine, GATE)
+        if self.fits_bridges or self.fits_repeats:
+            progress("fitting bridges and adapters", 0, steps)
+            texts = (each[:, :-1] for each, _ in batches)
+            engine.fit_stand_ins(texts, bridges=self.fits_bridges, repeats=self.fits_repeats)
         generator, warmup = default_rng([self.seed, 1]), min(100, steps // 10)
         schedule = OptimConfig(rate=self.rate, warmup=warmup, iterations=max(steps, warmup + 1), floor=0.05)
         losses: list[Tensor] = []
@@ -217,7 +226,7 @@ class Healing:
             "bridges": engine.recipe.bridges,
             "adapters": engine.recipe.adapters,
             "repeats": engine.recipe.repeats,
-            "new_bridges": bool(engine.bridges and not self.kept.bridges),
+            "new_bridges": self.fits_bridges,
             "new_adapters": bool(engine.adapters and not self.kept.adapters),
             "parameters": sum(each.numel() for stage in engine.stages for _, each in stage.named_weights()),
             "parameters_added": engine.parameters,

@@ -1,43 +1,50 @@
-"""Bridges that begin as the linear map that comes closest to what they leave out.
+"""Bridges and repeats that begin as the maps of low rank that come closest to what they stand for.
 
 The bridge from stage p to stage t gives h + gain · n + up(down(n)), n = h / rms(h), where h is what stage p hands on.
 In the whole model, what reaches stage t is h' instead. So gain, up and down are fitted to h' − h by least squares, on
 text that goes through the whole model; each token counts by 1 / rms(h')², as the norms of the layers make it of any
 size.
 
-Of the map alone, the best of a given rank is known (reduced-rank regression: Izenman, 1975): the best map of full rank,
-projected on the first principal components of what it predicts. Gain and map are fitted by turns. All that is needed of
-the text are sums over its tokens of products of channels.
+A stage that repeats its layers in the place of a later stage does so with adapters. They are fitted one linear map
+after another, in the order in which the maps run: what a map gives on what reaches the later stage is to be what the
+map at its place there gives. So with the rank of the maps themselves a repeat is the later stage. What repeats stand
+for is no longer the bridge's part: that begins where they end.
+
+Of a map alone, the best of a given rank is known (reduced-rank regression: Izenman, 1975): the best map of full rank,
+projected on the first principal components of what it predicts. A bridge's gain and map are fitted by turns. All that
+is needed of the text are sums over its tokens of products of channels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from skippipe.model.stage import EPSILON, Bridges
+from skippipe.model.stage import EPSILON, AdaptedLinear, Bridges, StageAdapters, StageModel
 
 RIDGE = 1e-3  # added to the mean square of every channel, relative to their mean
 TURNS = 4
 
 
 @torch.no_grad()
-def fit_bridges(bridges: Sequence[Bridges], batches: Iterable[Sequence[Tensor]]) -> None:
-    """Fit all bridges of a model, in place, by the hidden states of each batch after every stage of the whole model."""
-    sums: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+def fit_bridges(bridges: Sequence[Bridges], batches: Iterable[Sequence[Tensor]], reached: Sequence[int]) -> None:
+    """Fit all bridges of a model, in place, by the hidden states of each batch after every stage of the whole model.
+    `reached`: of the stages after each, how many it takes the place of itself."""
+    sums: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     for batch in batches:
         states = [each.flatten(0, -2).float() for each in batch]
         normed = [functional.rms_norm(each, each.shape[-1:], eps=EPSILON) for each in states]
         for start, end in _pairs(bridges):
+            begins = min(start + reached[start], end - 1)
             weight = 1 / (states[end - 1].square().mean(-1, keepdim=True) + EPSILON)
-            weighted = (normed[start] * weight).T
-            gram, cross = weighted @ normed[start], weighted @ (states[end - 1] - states[start])
-            before = sums.get((start, end))
-            new = gram.double(), cross.double()
-            sums[start, end] = new if before is None else (before[0] + new[0], before[1] + new[1])
+            weighted = (normed[begins] * weight).T
+            new = weighted @ normed[begins], weighted @ (states[end - 1] - states[begins])
+            sums[start, end] = _added(sums.get((start, end)), new)
     for (start, end), (gram, cross) in sums.items():
         held, at = bridges[start], end - start - 2
         rank = held.down.shape[1] // held.width
@@ -48,23 +55,121 @@ def fit_bridges(bridges: Sequence[Bridges], batches: Iterable[Sequence[Tensor]])
         held.up[at].view(rank, held.width)[:fitted] = up
 
 
+@torch.no_grad()
+def fit_repeats(
+    stages: Sequence[StageModel], adapters: Sequence[StageAdapters], batches: Sequence[Sequence[Tensor]]
+) -> list[int]:
+    """Fit the adapters of all repeats of a model, in place, by the hidden states of each batch after every stage of the
+    whole model. Of the stages after each, how many it takes the place of now: those before the first with another
+    number of layers. Repeats in the place of others begin with a gate of zero."""
+    reached = []
+    for number, (stage, own) in enumerate(zip(stages, adapters, strict=True)):
+        others = stages[number + 1 : number + 1 + own.repeats]
+        equal = [len(other.layers) == len(stage.layers) for other in others]
+        reached.append(equal.index(False) if False in equal else len(equal))
+        for turn, other in enumerate(others[: reached[-1]], start=1):
+            _fit_repeat(stage, own, turn, other, [states[number + turn - 1] for states in batches])
+        own.gates[: reached[-1] * stage.spec.config.hidden_size] = 1.0
+        own.gates[reached[-1] * stage.spec.config.hidden_size :] = 0.0
+    return reached
+
+
+def _fit_repeat(stage: StageModel, own: StageAdapters, turn: int, other: StageModel, batches: Sequence[Tensor]) -> None:
+    """Fit the adapters of one turn to a later stage, on what reaches that in the whole model."""
+    maps = [module for _, module in stage.linear_maps() if isinstance(module, AdaptedLinear)]
+    theirs = [module for _, module in other.linear_maps()]
+    parts = [module.adapter.of_turn(turn) for module in maps]
+
+    def repeat(hidden: Tensor) -> Tensor:
+        return own.repeat(turn, hidden, lambda given, _turn: stage(given))
+
+    for _, up in parts:
+        up.zero_()
+    for group in _with_same_input(maps, partial(repeat, batches[0][:1])):
+        sums: tuple[Tensor, ...] | None = None
+        for hidden in batches:
+            made = _calls([maps[at] for at in group], partial(repeat, hidden))
+            wanted = _calls([theirs[at] for at in group], partial(other, hidden))
+            given = made[maps[group[0]]].given.flatten(0, -2).float()
+            apart = [(wanted[theirs[at]].output - made[maps[at]].output).flatten(0, -2).float() for at in group]
+            with torch.autocast(given.device.type, enabled=False):  # sums are exact, whatever stages compute in
+                sums = _added(sums, (given.T @ given, *(given.T @ each for each in apart)))
+        assert sums is not None
+        gram, *crosses = sums
+        for at, cross in zip(group, crosses, strict=True):
+            down, up = parts[at]
+            new_down, new_up = _balanced(*_low_rank(gram, _solved(gram, cross), len(down)))
+            fitted = new_down.shape[1]  # a rank beyond the channels has no use
+            down[:fitted], up[:, :fitted] = new_down.T, new_up.T
+
+
 def fit_map(gram: Tensor, cross: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Gain, down and up: with the inputs x of all tokens, `gram` is the sum of x xᵀ and `cross` that of x yᵀ, y being
     what is to be predicted."""
-    width = len(gram)
     square = gram.diagonal()
-    ridge = RIDGE * square.mean()
-    whole = torch.linalg.solve(gram + ridge * torch.eye(width, device=gram.device, dtype=gram.dtype), cross)
+    whole = _solved(gram, cross)
     low = torch.zeros_like(whole)
     gain = torch.zeros_like(square)
     for _ in range(TURNS):
-        gain = (cross - gram @ low).diagonal() / (square + ridge)
-        left = whole - gain.diag()
-        components = torch.linalg.eigh(left.T @ gram @ left).eigenvectors[:, -min(rank, width) :]
-        down, up = left @ components, components.T
+        gain = (cross - gram @ low).diagonal() / (square + RIDGE * square.mean())
+        down, up = _low_rank(gram, whole - gain.diag(), rank)
         low = down @ up
-    size = down.norm(dim=0).clamp(min=1e-12).sqrt()  # both factors alike, as the optimizer's steps are
-    return gain, down / size, up * size[:, None]
+    return gain, *_balanced(down, up)
+
+
+def _solved(gram: Tensor, cross: Tensor) -> Tensor:
+    """The best map of any rank."""
+    ridge = RIDGE * gram.diagonal().mean()
+    solved: Tensor = torch.linalg.solve(
+        gram + ridge * torch.eye(len(gram), device=gram.device, dtype=gram.dtype), cross
+    )
+    return solved
+
+
+def _low_rank(gram: Tensor, whole: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The two factors of the best map of this rank."""
+    components = torch.linalg.eigh(whole.T @ gram @ whole).eigenvectors[:, -min(rank, *whole.shape) :]
+    return whole @ components, components.T
+
+
+def _balanced(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors of the same size, as the optimizer's steps are."""
+    size = (down.norm(dim=0) / up.norm(dim=1)).clamp(min=1e-12).sqrt()
+    return down / size, up * size[:, None]
+
+
+def _added(before: tuple[Tensor, ...] | None, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(each.double() if before is None else before[at] + each for at, each in enumerate(new))
+
+
+class _Call(NamedTuple):
+    given: Tensor
+    output: Tensor
+
+
+def _calls(modules: Sequence[nn.Module], run: Callable[[], object]) -> dict[nn.Module, _Call]:
+    """What each of the modules is given, and makes of it, in the order in which they run."""
+    seen: dict[nn.Module, _Call] = {}
+
+    def note(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
+        seen[module] = _Call(given[0], output)
+
+    hooks = [module.register_forward_hook(note) for module in modules]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def _with_same_input(modules: Sequence[nn.Module], run: Callable[[], object]) -> list[list[int]]:
+    """Numbers of modules that have their input in common, as the projections of attention have, in the order in which
+    they run."""
+    calls, groups = _calls(modules, run), dict[int, list[int]]()
+    for module, call in calls.items():
+        groups.setdefault(id(call.given), []).append(modules.index(module))
+    return list(groups.values())
 
 
 def _pairs(bridges: Sequence[Bridges]) -> list[tuple[int, int]]:

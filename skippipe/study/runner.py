@@ -194,7 +194,7 @@ class Runner:
             hops = variant.traffic.hops(number, run.iterations)
             if variant.heal_fit and number == run.heals_at:
                 texts = map(run.text_of, range(number, min(run.iterations, number + variant.heal_fit)))
-                engine.fit_bridges((self._text.iteration(sampler, each)[0] for each in texts), hops.wire)
+                engine.fit_stand_ins((self._text.iteration(sampler, each)[0] for each in texts), hops.wire)
             engine.grow(paths.born, preserving=variant.recipe.grow_preserving)
             young = len(paths.there) < variant.stages
             inputs, labels = self._text.iteration(sampler, run.text_of(number))

@@ -117,18 +117,18 @@ def learned_by(healing: Healing) -> list[torch.Tensor]:
 def test_bridges_that_were_trained_with_the_model_are_trained_further(tmp_path: Path, text: str) -> None:
     folder, output = tmp_path / "model", tmp_path / "healed"
     trained = folder_with_bridges(folder)
-    for asked in (None, 4):
-        healing = begin_healing(folder, [text], None, replace(QUICK, bridges=asked))
-        assert healing.begins_with == "begins with the model's bridges of rank 4 and new adapters of rank 8"
+    for asked, repeats, fitted in ((None, 0, ""), (4, 0, ""), (4, 1, " (fitted anew, beside repeats)")):
+        healing = begin_healing(folder, [text], None, replace(QUICK, bridges=asked, repeats=repeats))
+        assert healing.begins_with == f"begins with the model's bridges of rank 4{fitted} and new adapters of rank 8"
         assert all(map(torch.equal, learned_by(healing), trained))
         for part in ((0, 1), (0, 2)):
             expected = by_itself(load(folder), subset(*part, total=3), healing.held_out)
             assert healing._loss(part) == pytest.approx(expected, rel=1e-4)
     said: list[str] = []
-    settings = replace(QUICK, bridges=None, tokens=1, rate=1e-5)
+    settings = replace(QUICK, bridges=None, repeats=0, tokens=1, rate=1e-5)
     found = heal(folder, [text], output, None, settings, tell=said.append)
     assert (found["bridges"], found["new_bridges"], found["new_adapters"]) == (4, False, True)
-    assert said == [healing.begins_with]
+    assert said == ["begins with the model's bridges of rank 4 and new adapters of rank 8"]
     for before, after in zip(trained, learned_by(begin_healing(output, [text], None, QUICK)), strict=False):
         torch.testing.assert_close(after, before, rtol=0, atol=1e-4)  # not fitted anew
         assert not torch.equal(after, before)
