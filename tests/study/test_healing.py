@@ -149,7 +149,8 @@ def test_bridges_of_another_kind_than_asked_for_are_new(
     tmp_path: Path, text: str, settings: HealSettings, words: str
 ) -> None:
     folder_with_bridges(tmp_path / "model")
-    healing = begin_healing(tmp_path / "model", [text], None, replace(settings, tokens=1, rate=1e-6))
+    settings = replace(settings, repeats=0, tokens=1, rate=1e-6)
+    healing = begin_healing(tmp_path / "model", [text], None, settings)
     assert healing.begins_with == f"begins with {words}"
     assert not any(each.up.any() for each in healing.engine.bridges), "nothing is added before they are fitted"
     healing.run((), lambda what, done, of: None)
