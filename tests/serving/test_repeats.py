@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from skippipe.codecs import encode
+from skippipe.codecs import EncodedTensor, encode
 from skippipe.inference.checkpoint_loader import CheckpointOutline, fingerprint, load, load_stage, read_outline
 from skippipe.inference.engine import TokenByToken
 from skippipe.inference.request import GenerationRequest, SamplingParams
@@ -31,6 +31,7 @@ from skippipe.serving.step_protocol import (
     SampleTokens,
     StepInput,
     StepOutput,
+    StepRefused,
     parse_step,
     step_messages,
 )
@@ -200,3 +201,20 @@ def test_answers_go_on_as_on_the_stages_that_are_left(tmp_path: Path) -> None:
     assert seen == {(0, 1, 2), (0, 2), (0,), (0, 1)}
     assert different == seen - {STAGES}, "stages that are missing make a difference"
     assert not any(node._routes for node in cluster.nodes.values()), "nothing is held for answers that have ended"
+
+
+def test_a_route_that_goes_another_way_is_refused(tmp_path: Path) -> None:
+    """Its caches are of the way before; the node goes on."""
+    healed(tmp_path, REPEATS)
+    executor = ServingExecutor(0, load_stage(read_outline(tmp_path), 0), cache_tokens=CACHE_TOKENS, wire_dtype="fp32")
+
+    def run(path: Visits, start: int, count: int) -> Any:
+        step = StepInput(0, 1, path, (InputRow(0, start, count),), (), (), (), hops_of(path, 3).get(0))
+        return executor.run(ForwardStep(step, 0, ((5,) * count,)))
+
+    whole, half = [run(STAGES, 0, 4), run(STAGES, 4, 1)], run((0, 2), 5, 1)
+    assert half == StepRefused("route 1 goes another way than before", bad_input=False)
+    executor.run(FreeSlots(1))
+    assert isinstance(run((0, 2), 0, 4), EncodedTensor)
+    executor.run(FreeSlots(1))
+    assert [each.data for each in (run(STAGES, 0, 4), run(STAGES, 4, 1))] == [each.data for each in whole]
