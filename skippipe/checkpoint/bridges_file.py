@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ class StandInsInfo:
     """The part of the adapters' rank that is divided among hops of different length."""
     repeats: int = 0
     """Stages that a stage takes the place of, of those that are missing after it."""
+
+    def turns(self, stage: int) -> int:
+        """How often a token passes a stage's layers at most, by the path on which all stages after it are missing. The
+        stage has a KV cache for each of these turns."""
+        return 1 + min(self.repeats, len(self.layers) - 1 - stage)
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -130,6 +136,14 @@ def bridges_info(folder: Path, layers: int) -> StandInsInfo | None:
     if repeats and (hop_rank or not adapters or adapters % (repeats + 1)):
         raise UserError(f"{file}: {repeats} repeats do not go with adapters of rank {adapters}, or with those by hop")
     return StandInsInfo(tuple(counts), bridges, adapters, hop_rank, repeats)
+
+
+def stored_values(folder: Path) -> int:
+    """Values of all tensors of the file in a folder; 0: there is none."""
+    if not (file := folder / BRIDGES_FILE).is_file():
+        return 0
+    with _opened(file) as opened:
+        return sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 (no mapping)
 
 
 def load_bridges(

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.checkpoint.adapters import base_of, read_base
-from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges
+from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges, stored_values
 from skippipe.checkpoint.format import MANIFEST, check_file, read_manifest, verified
 from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError, first_line
@@ -112,7 +112,8 @@ def _load(
     if prefix is None:
         raise UserError(f"{place}: its tokenizer names no token that begins or ends a text ('eos_token')")
     weights = _checkpoint_weights(place) if (place / MANIFEST).is_file() else _folder_weights(place, spec.config)
-    whole_bytes = sum(4 * each.numel() for each in weights.values())
+    beside = stored_values(place) if outline.stand_ins else 0
+    whole_bytes = 4 * (sum(each.numel() for each in weights.values()) + beside)
     found = []
     for devices in groups(whole_bytes):
         spread = SpreadLayers(devices, whole_bytes)

@@ -70,16 +70,16 @@ class SpreadLayers:
         if len(self._devices) == 1:
             return stage.to(self._devices[0])
         stage.devices = self._devices
-        self._placed_bytes += weight_bytes(stage) - weight_bytes(stage.layers)
+        parts = [[layer, *_adapters(layer)] for layer in stage.layers]
+        sizes = [sum(map(weight_bytes, each)) for each in parts]
+        self._placed_bytes += weight_bytes(stage) - sum(sizes)
         for name, module in stage.named_children():
             if name != "layers":
                 module.to(self._devices[0])
-        for layer in stage.layers:
-            hooks = self._next(weight_bytes(layer))
-            layer.to(hooks.device)
-            for module in layer.modules():
-                if isinstance(module, AdaptedLinear):
-                    module.adapter.to(hooks.device)
+        for layer, together, size in zip(stage.layers, parts, sizes, strict=True):
+            hooks = self._next(size)
+            for module in together:
+                module.to(hooks.device)
             layer.register_forward_pre_hook(hooks.bring, with_kwargs=True)
         stage.layers[-1].register_forward_hook(self._hooks[0].bring_back)
         return stage
@@ -89,6 +89,11 @@ class SpreadLayers:
         middle = self._placed_bytes + size / 2
         self._placed_bytes += size
         return self._hooks[min(len(self._devices) - 1, int(middle * len(self._devices) / self._whole_bytes))]
+
+
+def _adapters(layer: nn.Module) -> list[nn.Module]:
+    """Those of a layer's linear maps, which are no submodules of it."""
+    return [each.adapter for each in layer.modules() if isinstance(each, AdaptedLinear)]
 
 
 class DeviceHooks:

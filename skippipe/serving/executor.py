@@ -34,6 +34,8 @@ class ServingExecutor:
         self._cache_tokens = cache_tokens
         self._wire_dtype = wire_dtype
         self._routes: dict[int, CachedStage] = {}
+        self._paths: dict[int, tuple[int, ...]] = {}
+        """Route → its path; on another one, the stage may need caches for other turns, and of other hidden states."""
         self._tokens: dict[tuple[int, int], list[int]] = {}
         """Route and slot → the tokens of its sequence, which penalties look at; on stage 0 alone."""
         weight = next(model.parameters())
@@ -57,6 +59,7 @@ class ServingExecutor:
                 return self._sample(work)
             case FreeSlots():
                 self._routes.pop(work.route, None)
+                self._paths.pop(work.route, None)
                 self._tokens = {key: tokens for key, tokens in self._tokens.items() if key[0] != work.route}
                 return None
 
@@ -76,6 +79,9 @@ class ServingExecutor:
         if step.route not in self._routes:
             kind = StaticStage if self._device.type == "cuda" else CachedStage
             self._routes[step.route] = kind(self._model, self._cache_tokens)
+            self._paths[step.route] = step.path
+        if step.path != self._paths[step.route]:
+            raise UserError(f"route {step.route} goes another way than before")
         stage = self._routes[step.route]
         for slot in step.freed:
             stage.free(slot)

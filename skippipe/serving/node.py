@@ -253,7 +253,8 @@ class ServingConfig:
     wire_dtype: CodecId = "bf16"
     """Type of hidden states between nodes."""
     cache_tokens: Annotated[int, POSITIVE] = 2**16
-    """Tokens that the KV cache of a route has room for, on every node."""
+    """Tokens that the KV cache of a route has room for, on every node; where a stage takes the place of others, its
+    cache for each such turn has room for as many."""
     threads: Annotated[int, THREADS] = 1
     heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
     """Seconds without a heartbeat after which a node is declared dead."""
@@ -308,17 +309,19 @@ def build_executor(node_config: ServingConfig, stage: int, join_config: JoinConf
     convert_stage(model, node_config.dtype)
     asked = node_config.device if join_config.devices in (None, ALL_DEVICES) else join_config.devices
     whole_bytes, shape = weight_bytes(model), outline.spec.shape
-    of_token = 2 * len(model.layers) * shape.kv_heads * shape.head_dim * next(model.parameters()).element_size()
+    turns = outline.stand_ins.turns(stage) if outline.stand_ins else 1  # which stages will be missing is not known yet
+    values = 2 * turns * len(model.layers) * shape.kv_heads * shape.head_dim
+    cache_bytes = node_config.cache_tokens * values * next(model.parameters()).element_size()
     here_alone = join_config.devices is not None  # else the gateway has started it, with others, on its own machine
     first = 0 if here_alone else node_config.number[join_config.name]
-    devices = inference_devices(asked, whole_bytes + node_config.cache_tokens * of_token, first)
+    devices = inference_devices(asked, whole_bytes + cache_bytes, first)
     if len(devices) > 1:
-        gib = whole_bytes / 2**30, node_config.cache_tokens * of_token / 2**30
         log.info(
             "stage %d is spread over %d devices: %.2f GiB of weights, and %.2f of KV cache for a route",
             stage,
             len(devices),
-            *gib,
+            whole_bytes / 2**30,
+            cache_bytes / 2**30,
         )
     SpreadLayers(devices, whole_bytes).place(model)
     return ServingExecutor(stage, model, cache_tokens=node_config.cache_tokens, wire_dtype=node_config.wire_dtype)

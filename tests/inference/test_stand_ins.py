@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from skippipe.checkpoint.bridges_file import write_bridges
 from skippipe.codecs import decode
 from skippipe.errors import UserError
+from skippipe.inference import checkpoint_loader
 from skippipe.inference.cached_stage import BatchRows, StageChain, convert, embed, logits
-from skippipe.inference.checkpoint_loader import StagedModel, load, load_stage, read_outline
+from skippipe.inference.checkpoint_loader import StagedModel, load, load_replicas, load_stage, read_outline
 from skippipe.inference.engine import TokenByToken
 from skippipe.inference.eval.perplexity import PerplexityMeter, Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.inference.speculative import Speculator, pick_draft
-from skippipe.optim.config import OptimConfig
+from skippipe.model.spread_layers import weight_bytes
 from skippipe.runtime.messages import RunStep
 from skippipe.serving.executor import ServingExecutor
 from skippipe.serving.step_protocol import ForwardStep, NodeInfo, parse_step
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import StageSubset, Visits
-from skippipe.study.engine import Engine
+from tests.helpers.healed_folders import REPEATS, healed
 from tests.helpers.model_folders import LAYERS, TOKENIZER, export_to
 from tests.helpers.quick import others_slow
 from tests.helpers.staged_models import asked, output_tokens
@@ -35,24 +35,9 @@ RECIPES = [
     SkipSchedule("1/3", adapters=4),
     SkipSchedule("1/3", bridges=2, adapters=5, adapters_by_hop=True),
     SkipSchedule("1/3", adapters=5, adapters_by_hop=True, adapters_shared=2),
-    SkipSchedule("1/3", bridges=2, adapters=6, repeats=2),
+    REPEATS,
 ]
 IDS = ["bridges", "adapters", "adapters by hop over bridges", "adapters by hop and shared", "repeats"]
-
-
-def healed(folder: Path, recipe: SkipSchedule, family: str = "llama") -> Engine:
-    """A folder with stand-ins that change a lot, and the engine with the same weights."""
-    spec, stages = export_to(folder, family)
-    engine = Engine(spec, LAYERS, OptimConfig(), recipe)
-    chance = torch.Generator().manual_seed(3)
-    for weights in [*engine.bridge_weights, *engine.adapter_weights]:
-        weights.values.add_(0.3 * torch.randn(weights.values.shape, generator=chance))
-    with torch.no_grad():
-        for mine, theirs in zip(engine.stages, stages, strict=True):
-            for (_, each), (_, other) in zip(mine.named_weights(), theirs.named_weights(), strict=True):
-                each.copy_(other)
-    write_bridges(folder, LAYERS, engine.bridges, engine.adapters, hop_rank=recipe.hop_rank)
-    return engine
 
 
 def rows_of(count: int = 4, length: int = 17) -> torch.Tensor:
@@ -122,6 +107,25 @@ def test_a_node_goes_over_its_bridge(tmp_path: Path, recipe: SkipSchedule) -> No
         given = executor.run(ForwardStep(step, number, step.tokens if number == 0 else given))
     expected = SubsetModel(load(tmp_path), StageSubset((0, 2), 3)).hidden(rows)
     torch.testing.assert_close(decode(given), expected[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_devices_are_chosen_by_all_that_is_loaded(
+    tmp_path: Path, recipe: SkipSchedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bridges and adapters take memory too, unless they are not read."""
+    sizes: list[int] = []
+
+    def noted(_device: str, needed_bytes: int) -> list[Any]:
+        sizes.append(needed_bytes)
+        return ["cpu"] if len(sizes) < 3 else [["cpu"]]
+
+    monkeypatch.setattr(checkpoint_loader, "inference_devices", noted)
+    monkeypatch.setattr(checkpoint_loader, "replica_devices", noted)
+    healed(tmp_path, recipe)
+    models = [load(tmp_path), load(tmp_path, stand_ins=False), *load_replicas(tmp_path)]
+    assert sizes == [sum(map(weight_bytes, each.stages)) for each in models]
+    assert sizes[0] == sizes[2] > sizes[1]
 
 
 def test_bf16_and_another_cut(tmp_path: Path) -> None:

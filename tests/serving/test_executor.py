@@ -19,7 +19,7 @@ from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, 
 from skippipe.inference.request import SamplingParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, weight_bytes
-from skippipe.model.stage import StageModel
+from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.executor import ServingExecutor
 from skippipe.serving.node import ServingConfig, build_executor
@@ -32,6 +32,7 @@ from skippipe.serving.step_protocol import (
     StepInput,
     StepRefused,
 )
+from skippipe.stage_subset import Hop
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import tiny, whole_model
 from tests.helpers.quick import MOST_FAMILIES_SLOW
@@ -265,6 +266,27 @@ def test_all_that_a_layer_is_given_is_brought_to_its_device(monkeypatch: pytest.
             assert output.shape == (2, count, 32) and output.device.type == "cpu"
         assert [pair[0].device.type for pair in cached.cache.stores if pair is not None] == where
         assert logits(stage, output).device.type == "cpu"
+
+
+@torch.no_grad()
+def test_adapters_are_where_their_layers_are_and_count_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "to", _moved)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        stage = StageModel(ModelSpec(tiny("llama")), range(5), ends=False).eval()
+        adapters, bridges = StageAdapters(stage, 64, 0, repeats=1), Bridges(0, 3, 32, 2, 0)
+        stage.stand_ins = StandIns(3, bridges, adapters, 0)
+        assert weight_bytes(adapters) > 2 * weight_bytes(stage.layers)
+        SpreadLayers(["cpu", "meta"], weight_bytes(stage)).place(stage)
+        where = [next(layer.parameters()).device.type for layer in stage.layers]
+        assert where == ["cpu", "cpu", "meta", "meta", "meta"]
+        assert [adapter.down.device.type for adapter in adapters.parts] == [each for each in where for _ in range(7)]
+        cached = CachedStage(stage, 512)
+        for start, count in ((0, 7), (7, 1)):
+            rows = BatchRows((0, 1), (start, start), (count, count))
+            output = cached.forward(torch.zeros(2, count, 32), rows, hop=Hop(0, 2, 1))
+            assert output.shape == (2, count, 32) and output.device.type == "cpu"
+        for cache in cached._caches:
+            assert [pair[0].device.type for pair in cache.stores if pair is not None] == where
 
 
 def test_as_many_gpus_are_used_as_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
