@@ -53,7 +53,7 @@ REPEATS = 1  # where the model has no adapters yet
 SMALLEST_RANK, LARGEST_RANK, LARGEST_BRIDGES = 8, 512, 128
 RATE, RATE_WIDTH = 1e-3, 512  # the learning rate, for so many channels or fewer; of more it is less
 STEP_TOKENS = 5120  # of a step, or a few more
-FIT_STEPS = 8  # whose text new bridges and repeats are fitted on, before the first of them
+FIT_STEPS, FIT_TOKENS = 8, 32  # whose text what is new is fitted on, at most; tokens of it for a channel
 PASSES, MOST_TOKENS = 8, 20_000_000  # by default: so often over the text, but not more
 HELD_OUT, HELD_OUT_TOKENS = 20, 16_384  # every 20th window, and up to so many tokens, if no text is given for it
 LEAST_WINDOWS = 32  # to learn from
@@ -177,7 +177,7 @@ class Healing:
     def run(self, stopped: Sequence[Any], progress: CountProgress) -> None:
         """Fit what is new and take all steps, or those until something is in `stopped`."""
         engine, rows, steps = self.engine, self._rows(), self.steps
-        batches = [next(rows) for _ in range(FIT_STEPS)]
+        batches = [next(rows) for _ in range(self._fit_steps)]
         if self.fits_bridges or self.fits_repeats:
             progress("fitting bridges and adapters", 0, steps)
             texts = (each[:, :-1] for each, _ in batches)
@@ -186,7 +186,7 @@ class Healing:
         schedule = OptimConfig(rate=self.rate, warmup=warmup, iterations=max(steps, warmup + 1), floor=0.05)
         losses: list[Tensor] = []
         for number in range(steps):
-            given, again = batches[number] if number < FIT_STEPS else next(rows)
+            given, again = batches[number] if number < len(batches) else next(rows)
             inputs, labels = given[:, :-1], given[:, 1:]
             if again:
                 inputs, labels = redrawn(engine, inputs, labels, DRAWN, (self.seed, 3, number))
@@ -254,6 +254,12 @@ class Healing:
     @property
     def _step_tokens(self) -> int:
         return len(self.lengths) * self.train.length
+
+    @property
+    def _fit_steps(self) -> int:
+        """Steps on whose text new bridges and repeats are fitted: the more the wider the linear maps are."""
+        widest = max(each.in_features for stage in self.engine.stages for _, each in stage.linear_maps())
+        return min(FIT_STEPS, max(1, FIT_TOKENS * widest // self._step_tokens))
 
     @property
     def _sizes(self) -> range:
