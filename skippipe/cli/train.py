@@ -399,8 +399,8 @@ def heal(
         Range(0, TOKENS.most),
         option(
             LEARNING,
-            "Tokens to train on in all; 0: new bridges and repeats are fitted to the whole model by least squares, as "
-            "before any training, and that is all.",
+            "Tokens to train on in all; 0: no training, new bridges and repeats are only fitted to the whole model by "
+            "least squares, as they are before any training.",
             "8 times the text, up to 20,000,000",
         ),
     ] = None,

@@ -80,7 +80,7 @@ def healing_engine(layers: tuple[int, ...], rank: int, repeats: int = 1) -> Engi
 
 
 TOKENS = torch.randint(0, 97, (160, 20), generator=torch.Generator().manual_seed(1))
-FIT, TEST = TOKENS[16:].split(16), TOKENS[:16]
+FIT, TEST = torch.split(TOKENS[16:], 16), TOKENS[:16]
 
 
 def damage(engine: Engine, *parts: Visits) -> float:
