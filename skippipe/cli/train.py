@@ -396,8 +396,13 @@ def heal(
     ] = None,
     tokens: Annotated[
         int | None,
-        TOKENS,
-        option(LEARNING, "Tokens to learn from in all.", "8 times the text, up to 20,000,000"),
+        Range(0, TOKENS.most),
+        option(
+            LEARNING,
+            "Tokens to train on in all; 0: no training, new bridges and repeats are only fitted to the whole model by "
+            "least squares, as they are before any training.",
+            "8 times the text, up to 20,000,000",
+        ),
     ] = None,
     sequence: Annotated[
         int | None, SEQUENCE, option(LEARNING, "Tokens of a sample.", "512, or as many as the model attends to")
@@ -469,15 +474,16 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         if now - last >= LINE_EVERY_S:
             last = now
             left = f", {(now - began[of]) * (of - done) / done:.0f} s left" if done else ""
-            print(f"{what}, {done} of {of}{left}", file=sys.stderr, flush=True)
+            print(f"{what}, {done} of {of}{left}" if of else what, file=sys.stderr, flush=True)
 
     yield show
 
 
 def _print(found: dict[str, Any]) -> None:
     share = found["parameters_added"] / found["parameters"]
+    steps = f"{found['tokens']:,} tokens in {found['steps']} of {found['steps_wanted']} steps"
     print(
-        f"{found['tokens']:,} tokens in {found['steps']} of {found['steps_wanted']} steps, {found['seconds']:.0f} s; "
+        f"{steps if found['steps_wanted'] else 'fitted without training'}, {found['seconds']:.0f} s; "
         f"{len(found['layers'])} stages of {','.join(map(str, found['layers']))} layers; adapters of rank "
         f"{found['adapters']} and bridges of rank {found['bridges']} add {share:.0%} to the parameters"
     )

@@ -79,15 +79,15 @@ class StageModel(nn.Module):
         hidden: Tensor = self.embedding(tokens)
         return hidden
 
-    def forward(self, hidden: Tensor, starts: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, starts: Tensor | None = None, only: slice = slice(None)) -> Tensor:
         """The layers' output, in the type of the input: under autocast, layers with experts give fp32.
 
         `starts` says where conversations begin in the samples, [samples, sequence]: a token attends to those of its
-        own alone, and positions are counted from its first.
+        own alone, and positions are counted from its first. `only`: the layers that run.
         """
         dtype = hidden.dtype
         positions, rotation, masks = self._positions_and_masks(hidden, starts)
-        for layer, kind in zip(self.layers, self._kinds, strict=True):
+        for layer, kind in list(zip(self.layers, self._kinds, strict=True))[only]:
             inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
             if self.recompute and torch.is_grad_enabled():
                 hidden = checkpoint(layer, hidden, use_reentrant=False, **inputs)

@@ -53,7 +53,7 @@ REPEATS = 1  # where the model has no adapters yet
 SMALLEST_RANK, LARGEST_RANK, LARGEST_BRIDGES = 8, 512, 128
 RATE, RATE_WIDTH = 1e-3, 512  # the learning rate, for so many channels or fewer; of more it is less
 STEP_TOKENS = 5120  # of a step, or a few more
-FIT_STEPS = 8  # whose text bridges and repeats are fitted on before the first step
+FIT_STEPS, FIT_TOKENS = 8, 32  # whose text what is new is fitted on, at most; tokens of it for a channel
 PASSES, MOST_TOKENS = 8, 20_000_000  # by default: so often over the text, but not more
 HELD_OUT, HELD_OUT_TOKENS = 20, 16_384  # every 20th window, and up to so many tokens, if no text is given for it
 LEAST_WINDOWS = 32  # to learn from
@@ -80,7 +80,8 @@ class HealSettings:
     """Of the stages that are missing after a stage, how many it takes the place of; None: as with the adapters that the
     model has, or else `REPEATS`."""
     tokens: int | None = None
-    """Tokens to learn from; None: `PASSES` times all of the text, up to `MOST_TOKENS`."""
+    """Tokens to train on; 0: new bridges and repeats are only fitted. None: `PASSES` times all of the text, up to
+    `MOST_TOKENS`."""
     sequence: int | None = None
     """Tokens of a sample; None: 512, or as many as the model attends to."""
     rate: float | None = None
@@ -113,7 +114,7 @@ class Healing:
     train: Windows
     held_out: Windows
     tokens: int
-    """Tokens to learn from."""
+    """Tokens to train on; 0: new bridges and repeats are only fitted."""
     rate: float
     """The highest learning rate."""
     seed: int
@@ -155,7 +156,8 @@ class Healing:
             words.append(whose + (f" of rank {rank}" if rank else "") + why)
         if kept.bridges and self.fits_repeats:
             words[0] += " (fitted anew, beside repeats)"
-        return f"begins with {' and '.join(words)}"
+        alone = "" if self.steps else "; fits them without training"
+        return f"begins with {' and '.join(words)}{alone}"
 
     @property
     def lengths(self) -> list[int]:
@@ -170,12 +172,12 @@ class Healing:
 
     @property
     def steps(self) -> int:
-        return max(1, self.tokens // self._step_tokens)
+        return max(1, self.tokens // self._step_tokens) if self.tokens else 0
 
     def run(self, stopped: Sequence[Any], progress: CountProgress) -> None:
-        """Take all steps, or those until something is in `stopped`."""
+        """Fit what is new and take all steps, or those until something is in `stopped`."""
         engine, rows, steps = self.engine, self._rows(), self.steps
-        batches = [next(rows) for _ in range(min(FIT_STEPS, steps))]
+        batches = [next(rows) for _ in range(self._fit_steps)]
         if self.fits_bridges or self.fits_repeats:
             progress("fitting bridges and adapters", 0, steps)
             texts = (each[:, :-1] for each, _ in batches)
@@ -252,6 +254,12 @@ class Healing:
     @property
     def _step_tokens(self) -> int:
         return len(self.lengths) * self.train.length
+
+    @property
+    def _fit_steps(self) -> int:
+        """Steps on whose text new bridges and repeats are fitted: the more the wider the linear maps are."""
+        widest = max(each.in_features for stage in self.engine.stages for _, each in stage.linear_maps())
+        return min(FIT_STEPS, max(1, FIT_TOKENS * widest // self._step_tokens))
 
     @property
     def _sizes(self) -> range:
@@ -385,9 +393,12 @@ def begin_healing(
         fill_stand_ins(each, number, begun, engine.adapters[number] if kept.adapters else None)
     if not kept.adapters:
         _set_gates(engine, 0.0)  # until it begins, the model is as it was
-    tokens = settings.tokens or min(MOST_TOKENS, PASSES * train.tokens)
+    tokens = min(MOST_TOKENS, PASSES * train.tokens) if settings.tokens is None else settings.tokens
     rate = settings.rate or RATE * min(1.0, RATE_WIDTH / width)
-    return Healing(engine, layers, train, test, tokens, rate, settings.seed, place, stored, kept)
+    healing = Healing(engine, layers, train, test, tokens, rate, settings.seed, place, stored, kept)
+    if not (tokens or healing.fits_bridges or healing.fits_repeats):
+        raise UserError("--tokens 0: there are no new bridges or repeats to fit; give some tokens to train on")
+    return healing
 
 
 @torch.no_grad()

@@ -8,7 +8,8 @@ size.
 A stage that repeats its layers in the place of a later stage does so with adapters. They are fitted one linear map
 after another, in the order in which the maps run: what a map gives on what reaches the later stage is to be what the
 map at its place there gives. So with the rank of the maps themselves a repeat is the later stage. What repeats stand
-for is no longer the bridge's part: that begins where they end.
+for is no longer the bridge's part: that begins where they end. Layer after layer runs on all batches, once for each
+group of maps with the same input, and as far as these: so a layer's activations need not be kept.
 
 Of a map alone, the best of a given rank is known (reduced-rank regression: Izenman, 1975): the best map of full rank,
 projected on the first principal components of what it predicts. A bridge's gain and map are fitted by turns. All that
@@ -67,38 +68,60 @@ def fit_repeats(
         others = stages[number + 1 : number + 1 + own.repeats]
         equal = [len(other.layers) == len(stage.layers) for other in others]
         reached.append(equal.index(False) if False in equal else len(equal))
-        for turn, other in enumerate(others[: reached[-1]], start=1):
-            _fit_repeat(stage, own, turn, other, [states[number + turn - 1] for states in batches])
         own.gates[: reached[-1] * stage.spec.config.hidden_size] = 1.0
         own.gates[reached[-1] * stage.spec.config.hidden_size :] = 0.0
+        for turn, other in enumerate(others[: reached[-1]], start=1):
+            _fit_repeat(stage, own, turn, other, [states[number + turn - 1] for states in batches])
     return reached
 
 
 def _fit_repeat(stage: StageModel, own: StageAdapters, turn: int, other: StageModel, batches: Sequence[Tensor]) -> None:
-    """Fit the adapters of one turn to a later stage, on what reaches that in the whole model."""
-    maps = [module for _, module in stage.linear_maps() if isinstance(module, AdaptedLinear)]
-    theirs = [module for _, module in other.linear_maps()]
-    parts = [module.adapter.of_turn(turn) for module in maps]
+    """Fit the adapters of one turn to a later stage, on what reaches that in the whole model, layer by layer."""
+    pairs = [(hidden, hidden) for hidden in batches]
+    for at in range(len(stage.layers)):
+        ours, theirs = _Layer(stage, at, own, turn), _Layer(other, at)
+        _fit_layer(ours, theirs, pairs)
+        if at + 1 < len(stage.layers):
+            pairs = [(ours.run(made), theirs.run(wanted)) for made, wanted in pairs]
 
-    def repeat(hidden: Tensor) -> Tensor:
-        return own.repeat(turn, hidden, lambda given, _turn: stage(given))
 
+class _Layer(NamedTuple):
+    """A layer of a stage, or of one of its repeats."""
+
+    stage: StageModel
+    at: int
+    repeats: StageAdapters | None = None
+    turn: int = 0
+
+    def run(self, hidden: Tensor) -> Tensor:
+        run = partial(self.stage, only=slice(self.at, self.at + 1))
+        return self.repeats.repeat(self.turn, hidden, lambda given, _turn: run(given)) if self.repeats else run(hidden)
+
+    @property
+    def maps(self) -> list[AdaptedLinear]:
+        return [module for module in self.stage.layers[self.at].modules() if isinstance(module, AdaptedLinear)]
+
+
+def _fit_layer(ours: _Layer, theirs: _Layer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Fit the adapters of a repeated layer to a later one; `pairs`: what reaches both of them, batch by batch."""
+    maps, their_maps = ours.maps, theirs.maps
+    parts = [module.adapter.of_turn(ours.turn) for module in maps]
     for _, up in parts:
         up.zero_()
-    for group in _with_same_input(maps, partial(repeat, batches[0][:1])):
+    for group in _with_same_input(maps, partial(ours.run, pairs[0][0][:1])):
         sums: tuple[Tensor, ...] | None = None
-        for hidden in batches:
-            made = _calls([maps[at] for at in group], partial(repeat, hidden))
-            wanted = _calls([theirs[at] for at in group], partial(other, hidden))
+        for ours_given, theirs_given in pairs:
+            made = _calls([maps[at] for at in group], partial(ours.run, ours_given))
+            wanted = _calls([their_maps[at] for at in group], partial(theirs.run, theirs_given))
             given = made[maps[group[0]]].given.flatten(0, -2).float()
-            apart = [(wanted[theirs[at]].output - made[maps[at]].output).flatten(0, -2).float() for at in group]
+            apart = [(wanted[their_maps[at]].output - made[maps[at]].output).flatten(0, -2).float() for at in group]
             with torch.autocast(given.device.type, enabled=False):  # sums are exact, whatever stages compute in
                 sums = _added(sums, (given.T @ given, *(given.T @ each for each in apart)))
         assert sums is not None
         gram, *crosses = sums
         for at, cross in zip(group, crosses, strict=True):
             down, up = parts[at]
-            new_down, new_up = _balanced(*_low_rank(gram, _solved(gram, cross), len(down)))
+            new_down, new_up = _balanced(*low_rank(gram, _solved(gram, cross), len(down)))
             fitted = new_down.shape[1]  # a rank beyond the channels has no use
             down[:fitted], up[:, :fitted] = new_down.T, new_up.T
 
@@ -112,24 +135,31 @@ def fit_map(gram: Tensor, cross: Tensor, rank: int) -> tuple[Tensor, Tensor, Ten
     gain = torch.zeros_like(square)
     for _ in range(TURNS):
         gain = (cross - gram @ low).diagonal() / (square + RIDGE * square.mean())
-        down, up = _low_rank(gram, whole - gain.diag(), rank)
+        down, up = low_rank(gram, whole - gain.diag(), rank)
         low = down @ up
     return gain, *_balanced(down, up)
 
 
 def _solved(gram: Tensor, cross: Tensor) -> Tensor:
     """The best map of any rank."""
-    ridge = RIDGE * gram.diagonal().mean()
-    solved: Tensor = torch.linalg.solve(
-        gram + ridge * torch.eye(len(gram), device=gram.device, dtype=gram.dtype), cross
-    )
+    solved: Tensor = torch.linalg.solve(_ridged(gram), cross)
     return solved
 
 
-def _low_rank(gram: Tensor, whole: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The two factors of the best map of this rank."""
-    components = torch.linalg.eigh(whole.T @ gram @ whole).eigenvectors[:, -min(rank, *whole.shape) :]
-    return whole @ components, components.T
+def _ridged(gram: Tensor) -> Tensor:
+    return gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device, dtype=gram.dtype)
+
+
+def low_rank(gram: Tensor, whole: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """The two factors of the map of this rank that comes closest to another on inputs with this `gram`."""
+    inputs, outputs = whole.shape
+    rank = min(rank, inputs, outputs)
+    if inputs >= outputs:
+        components = torch.linalg.eigh(whole.T @ gram @ whole).eigenvectors[:, -rank:]
+        return whole @ components, components.T
+    root = torch.linalg.cholesky(_ridged(gram))  # the same by the smaller of two matrices
+    components = torch.linalg.eigh(root.T @ whole @ whole.T @ root).eigenvectors[:, -rank:]
+    return torch.linalg.solve_triangular(root.T, components, upper=True), components.T @ root.T @ whole
 
 
 def _balanced(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,16 +177,24 @@ class _Call(NamedTuple):
     output: Tensor
 
 
+class _AllSeen(Exception):
+    """The rest of a pass is of no interest."""
+
+
 def _calls(modules: Sequence[nn.Module], run: Callable[[], object]) -> dict[nn.Module, _Call]:
-    """What each of the modules is given, and makes of it, in the order in which they run."""
+    """What each of the modules is given, and makes of it, in the order in which they run, which ends with the last."""
     seen: dict[nn.Module, _Call] = {}
 
     def note(module: nn.Module, given: tuple[Tensor, ...], output: Tensor) -> None:
         seen[module] = _Call(given[0], output)
+        if len(seen) == len(modules):
+            raise _AllSeen
 
     hooks = [module.register_forward_hook(note) for module in modules]
     try:
         run()
+    except _AllSeen:
+        pass
     finally:
         for hook in hooks:
             hook.remove()

@@ -157,6 +157,24 @@ def test_bridges_of_another_kind_than_asked_for_are_new(
     assert all(each.up.abs().max() > 1e-3 for each in healing.engine.bridges)
 
 
+def test_without_training_what_is_new_is_fitted(tmp_path: Path, text: str, skippipe: Command) -> None:
+    export_to(tmp_path / "model")
+    words = f"--data {text} --held-out {text} --sequence 16 --cut 5 --rank 96 --tokens 0".split()
+    ran = skippipe("heal", str(tmp_path / "model"), *words, "-o", str(tmp_path / "fitted"), "--json")
+    assert ran.code == 0, ran.err
+    assert "begins with new bridges of rank 8 and new adapters of rank 96; fits them without training\n" in ran.err
+    found = ran.json
+    assert (found["steps"], found["steps_wanted"], found["tokens"]) == (0, 0, 0)
+    whole, one, _ = found["perplexity"]
+    assert whole["before"] == whole["after"]
+    damage = [abs(one[when] - whole["before"]) for when in ("before", "after")]
+    assert damage[1] < 0.1 * damage[0], "of full rank, the repeat is the missing stage"
+    short = skippipe("heal", str(tmp_path / "fitted"), *words, "-o", str(tmp_path / "short"), "--bridges", "4")
+    assert short.code == 0 and short.out.startswith("fitted without training, "), short.err
+    again = skippipe("heal", str(tmp_path / "fitted"), *words, "-o", str(tmp_path / "again"))
+    assert (again.code, again.out) == (2, "") and "--tokens 0: there are no new bridges or repeats to fit" in again.err
+
+
 def test_a_healed_model_is_healed_further(tmp_path: Path, text: str) -> None:
     export_to(tmp_path / "model")
     short = replace(QUICK, tokens=1000)
