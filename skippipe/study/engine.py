@@ -136,15 +136,22 @@ class Engine:
 
     @torch.no_grad()
     def fit_stand_ins(
-        self, batches: Iterable[Tensor], wire: str = "", *, bridges: bool = True, repeats: bool = True
+        self,
+        batches: Iterable[Tensor],
+        wire: str = "",
+        *,
+        bridges: bool = True,
+        repeats: bool = True,
+        progress: Callable[[int, int], None] = lambda done, of: None,
     ) -> None:
         """Make bridges, or repeats, or both the maps that come closest to what they stand for, on these token ids;
-        `wire`: with this codec on hops."""
+        `wire`: with this codec on hops. `progress` is called with the number of stages that are done, and of all."""
+        progress(0, len(self.stages))
         states = [self._whole_states(each, wire) for each in batches]
         reached = [self.recipe.repeats] * len(self.stages)
         if repeats and self.recipe.repeats:
             with self.autocast(), torch.compiler.set_stance("force_eager"):  # what is compiled calls no hooks
-                reached = fit_repeats(self.stages, self.adapters, states)
+                reached = fit_repeats(self.stages, self.adapters, states, progress)
         if bridges:
             fit_bridges(self.bridges, states, reached)
 

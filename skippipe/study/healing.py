@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -51,7 +52,7 @@ from skippipe.study.path_sampling import sample_paths_of_lengths
 STAGES = 6  # of a model that is in one piece
 REPEATS = 1  # where the model has no adapters yet
 SMALLEST_RANK, LARGEST_RANK, LARGEST_BRIDGES = 8, 512, 128
-RATE, RATE_WIDTH = 1e-3, 512  # the learning rate, for so many channels or fewer; of more it is less
+RATE, RATE_WIDTH, MOST_RATE = 1e-3, 512, 3e-3  # the learning rate for so many channels; of fewer it is more, up to this
 STEP_TOKENS = 5120  # of a step, or a few more
 FIT_STEPS, FIT_TOKENS = 8, 32  # whose text what is new is fitted on, at most; tokens of it for a channel
 PASSES, MOST_TOKENS = 8, 20_000_000  # by default: so often over the text, but not more
@@ -179,9 +180,9 @@ class Healing:
         engine, rows, steps = self.engine, self._rows(), self.steps
         batches = [next(rows) for _ in range(self._fit_steps)]
         if self.fits_bridges or self.fits_repeats:
-            progress("fitting bridges and adapters", 0, steps)
             texts = (each[:, :-1] for each, _ in batches)
-            engine.fit_stand_ins(texts, bridges=self.fits_bridges, repeats=self.fits_repeats)
+            told = partial(progress, "fitting bridges and adapters")
+            engine.fit_stand_ins(texts, bridges=self.fits_bridges, repeats=self.fits_repeats, progress=told)
         generator, warmup = default_rng([self.seed, 1]), min(100, steps // 10)
         schedule = OptimConfig(rate=self.rate, warmup=warmup, iterations=max(steps, warmup + 1), floor=0.05)
         losses: list[Tensor] = []
@@ -394,7 +395,7 @@ def begin_healing(
     if not kept.adapters:
         _set_gates(engine, 0.0)  # until it begins, the model is as it was
     tokens = min(MOST_TOKENS, PASSES * train.tokens) if settings.tokens is None else settings.tokens
-    rate = settings.rate or RATE * min(1.0, RATE_WIDTH / width)
+    rate = settings.rate or min(MOST_RATE, RATE * RATE_WIDTH / width)
     healing = Healing(engine, layers, train, test, tokens, rate, settings.seed, place, stored, kept)
     if not (tokens or healing.fits_bridges or healing.fits_repeats):
         raise UserError("--tokens 0: there are no new bridges or repeats to fit; give some tokens to train on")

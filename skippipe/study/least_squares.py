@@ -58,13 +58,18 @@ def fit_bridges(bridges: Sequence[Bridges], batches: Iterable[Sequence[Tensor]],
 
 @torch.no_grad()
 def fit_repeats(
-    stages: Sequence[StageModel], adapters: Sequence[StageAdapters], batches: Sequence[Sequence[Tensor]]
+    stages: Sequence[StageModel],
+    adapters: Sequence[StageAdapters],
+    batches: Sequence[Sequence[Tensor]],
+    progress: Callable[[int, int], None],
 ) -> list[int]:
     """Fit the adapters of all repeats of a model, in place, by the hidden states of each batch after every stage of the
     whole model. Of the stages after each, how many it takes the place of now: those before the first with another
-    number of layers. Repeats in the place of others begin with a gate of zero."""
+    number of layers. Repeats in the place of others begin with a gate of zero. `progress` is called with the number of
+    stages that are done, and of all."""
     reached = []
     for number, (stage, own) in enumerate(zip(stages, adapters, strict=True)):
+        progress(number, len(stages))
         others = stages[number + 1 : number + 1 + own.repeats]
         equal = [len(other.layers) == len(stage.layers) for other in others]
         reached.append(equal.index(False) if False in equal else len(equal))
