@@ -410,7 +410,7 @@ def heal(
     rate: Annotated[
         float | None,
         Range(0, 100, above=True),
-        option(LEARNING, "The highest learning rate.", "0.001 for 512 channels, more for fewer (up to 0.003) and less for more"),
+        option(LEARNING, "The highest learning rate.", "0.512 / channels, up to 0.003"),
     ] = None,
     seed: Annotated[int, SEED, option(LEARNING, "Same seed, same result on the same machine.")] = 0,
     device: Device = "cpu",
