@@ -49,7 +49,7 @@ from skippipe.stage_subset import Visits, draw_subsets
 from skippipe.study.engine import Engine
 from skippipe.study.path_sampling import sample_paths_of_lengths
 
-STAGES = 6  # of a model that is in one piece
+STAGES, EQUAL_STAGES = 6, range(4, 9)  # of a model that is in one piece; rather than 6, so many that are equal
 REPEATS = 1  # where the model has no adapters yet
 SMALLEST_RANK, LARGEST_RANK, LARGEST_BRIDGES = 8, 512, 128
 RATE, RATE_WIDTH, MOST_RATE = 1e-3, 512, 3e-3  # the learning rate for so many channels; of fewer it is more, up to this
@@ -71,7 +71,7 @@ CountProgress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class HealSettings:
     cut: str | None = None
-    """As for `load`; None: as the model was exported, or else `STAGES` stages."""
+    """As for `load`; None: as the model was exported, or else in `usual_stages`."""
     rank: int | None = None
     """Rank of the adapters; 0: none. None: that of the adapters which the model has, or else a quarter of its channels,
     up to `LARGEST_RANK`."""
@@ -349,7 +349,7 @@ def begin_healing(
         raise UserError(f"{place}: is a checkpoint; 'skippipe export {model} FOLDER' makes a folder of it, to heal")
     if spec.router is not None:
         raise UserError(f"{place}: a mixture of experts cannot be healed yet; dense models can")
-    in_stages = settings.cut or (str(min(STAGES, spec.layers)) if len(outline.layers) == 1 else None)
+    in_stages = settings.cut or (str(usual_stages(spec.layers)) if len(outline.layers) == 1 else None)
     layers = outline.layers if in_stages is None else layers_of(in_stages, spec)
     if len(layers) < 2:
         raise UserError(f"{place}: of one stage none can be missing; cut the model into 2 or more, as by --cut 2")
@@ -400,6 +400,13 @@ def begin_healing(
     if not (tokens or healing.fits_bridges or healing.fits_repeats):
         raise UserError("--tokens 0: there are no new bridges or repeats to fit; give some tokens to train on")
     return healing
+
+
+def usual_stages(layers: int) -> int:
+    """The stages of a model with so many layers: about `STAGES`, and equal if that can be, as a stage can be fitted
+    only to others with as many layers."""
+    equal = [each for each in EQUAL_STAGES if layers % each == 0]
+    return min(equal, key=lambda each: (abs(each - STAGES), -each), default=min(STAGES, layers))
 
 
 @torch.no_grad()

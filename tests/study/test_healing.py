@@ -19,7 +19,7 @@ from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.model_files import INDEX
 from skippipe.model.stage import StageAdapters, bridges_of
 from skippipe.stage_subset import StageSubset
-from skippipe.study.healing import Healing, HealSettings, begin_healing, heal, redrawn
+from skippipe.study.healing import Healing, HealSettings, begin_healing, heal, redrawn, usual_stages
 from tests.helpers.model_folders import LAYERS, TOKENIZER, by_itself, checkpoint_in, export_to, subset
 from tests.helpers.processes import Command
 
@@ -173,6 +173,14 @@ def test_without_training_what_is_new_is_fitted(tmp_path: Path, text: str, skipp
     assert short.code == 0 and short.out.startswith("fitted without training, "), short.err
     again = skippipe("heal", str(tmp_path / "fitted"), *words, "-o", str(tmp_path / "again"))
     assert (again.code, again.out) == (2, "") and "--tokens 0: there are no new bridges or repeats to fit" in again.err
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages"),
+    [(1, 1), (5, 5), (11, 6), (12, 6), (16, 8), (22, 6), (24, 6), (28, 7), (32, 8), (40, 5), (80, 5)],
+)
+def test_models_in_one_piece_get_stages_of_as_many_layers(layers: int, stages: int) -> None:
+    assert usual_stages(layers) == stages
 
 
 def test_a_healed_model_is_healed_further(tmp_path: Path, text: str) -> None:
