@@ -159,20 +159,19 @@ def test_bridges_of_another_kind_than_asked_for_are_new(
 
 def test_without_training_what_is_new_is_fitted(tmp_path: Path, text: str, skippipe: Command) -> None:
     export_to(tmp_path / "model")
-    words = f"--data {text} --held-out {text} --sequence 16 --cut 5 --rank 96 --tokens 0".split()
-    ran = skippipe("heal", str(tmp_path / "model"), *words, "-o", str(tmp_path / "fitted"), "--json")
-    assert ran.code == 0, ran.err
-    assert "begins with new bridges of rank 8 and new adapters of rank 96; fits them without training\n" in ran.err
-    found = ran.json
+    settings, said = HealSettings("5", rank=96, sequence=16, tokens=0), list[str]()
+    found = heal(tmp_path / "model", [text], tmp_path / "fitted", text, settings, tell=said.append)
+    assert said == ["begins with new bridges of rank 8 and new adapters of rank 96; fits them without training"]
     assert (found["steps"], found["steps_wanted"], found["tokens"]) == (0, 0, 0)
     whole, one, _ = found["perplexity"]
     assert whole["before"] == whole["after"]
     damage = [abs(one[when] - whole["before"]) for when in ("before", "after")]
     assert damage[1] < 0.1 * damage[0], "of full rank, the repeat is the missing stage"
-    short = skippipe("heal", str(tmp_path / "fitted"), *words, "-o", str(tmp_path / "short"), "--bridges", "4")
-    assert short.code == 0 and short.out.startswith("fitted without training, "), short.err
-    again = skippipe("heal", str(tmp_path / "fitted"), *words, "-o", str(tmp_path / "again"))
-    assert (again.code, again.out) == (2, "") and "--tokens 0: there are no new bridges or repeats to fit" in again.err
+    with pytest.raises(UserError, match="--tokens 0: there are no new bridges or repeats to fit"):
+        begin_healing(tmp_path / "fitted", [text], text, settings)
+    words = f"--data {text} --held-out {text} --sequence 16 --bridges 4 --tokens 0".split()
+    ran = skippipe("heal", str(tmp_path / "fitted"), *words, "-o", str(tmp_path / "again"))
+    assert ran.code == 0 and ran.out.startswith("fitted without training, "), ran.err
 
 
 @pytest.mark.parametrize(
