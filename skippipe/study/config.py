@@ -451,7 +451,8 @@ class StudyRun:
         lengths = [self.path_lengths(number) for number in range(self.heals_at)]
         young = sum(self.variant.recipe.is_young(number, self.iterations) for number in range(self.heals_at))
         for name in {"skip", "grow", *LATER} - {"bridges"}:
-            del recipe[name]
+            if name != "grow_preserving" or not recipe[name]:
+                del recipe[name]
         if min(map(min, lengths)) == self.variant.stages:
             del recipe["bridges"]  # nothing goes over them before
         del settings["variant"], settings["iterations"]

@@ -357,6 +357,15 @@ def test_variants_that_heal_the_same_model_share_it(study_file: Path, tmp_path: 
                 assert found[name] == expected[name], name
 
 
+def test_weights_that_grew_another_way_are_not_shared(study_file: Path) -> None:
+    recipe = SkipSchedule("1/2 until 30%, 0 until 60%, 1/2", grow="30%", adapters=4, heal="60%")
+    other, healed = replace(recipe, grow_preserving=True), replace(recipe, distill=0.5)
+    variants = [Variant(str(at), each, 4) for at, each in enumerate((recipe, other, healed))]
+    keys = [run.frozen_key for run in replace(load_study(study_file), variant=variants, seeds=[0]).runs]
+    assert keys[0] != keys[1]
+    assert keys[0] == keys[2]
+
+
 def test_bridges_and_adapters_may_have_an_optimizer_of_their_own(study_file: Path, tmp_path: Path) -> None:
     recipe = SkipSchedule("0 until 50%, 0 & 1/2", bridges=3, adapters=4, distill=0.5, heal="50%")
     variants = [Variant("adamw", recipe, 4), Variant("muon", recipe, 4, heal_optimizer="muon")]
