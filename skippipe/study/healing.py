@@ -5,8 +5,8 @@ model that a path visits is to say what the whole model says, and its hidden sta
 where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
 missing stage to half of them, get the same share of the text. From its second time on, the text is partly drawn anew
 from the whole model (`redrawn`). New bridges and repeats are fitted to what they stand for before the first step
-(`least_squares`). Bridges and adapters that the model has already, of the rank that is asked for, are trained further; but
-beside new repeats, bridges are fitted anew.
+(`least_squares`). Bridges and adapters that the model has already, of the rank that is asked for, are trained further;
+but beside new repeats, bridges are fitted anew.
 """
 
 from __future__ import annotations
