@@ -31,6 +31,7 @@ QUICK = HealSettings(rank=8, bridges=4, sequence=16, tokens=8_000, rate=1e-2)
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skippipe.study.healing.STEP_TOKENS", 256)
+    monkeypatch.setattr("skippipe.study.healing.HELD_OUT_TOKENS", 512)
 
 
 @pytest.fixture
@@ -225,7 +226,7 @@ def test_what_is_written_is_what_was_measured(tmp_path: Path, text: str, skippip
     assert found["layers"] == [1] * 5
     assert [each["missing"] for each in found["perplexity"]] == [0, 1, 2]
     assert (output / INDEX).is_file()
-    words = f"{output} --text {text} --context 16 --tokens 4096 --keep 3/5 --draws 8 --json"
+    words = f"{output} --text {text} --context 16 --tokens 512 --keep 3/5 --draws 8 --json"
     measured = skippipe("eval", *words.split())
     assert measured.code == 0, measured.err
     (sizes,) = measured.json["sizes"].values()
