@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skippipe.model.model_spec import parse_devices
-from skippipe.model.stage import AdaptedLinear, StageModel
+from skippipe.model.stage import StageModel, adapted_maps
 
 ROOM = 1.25  # memory for each byte of weights and KV cache: activations take the rest
 
@@ -70,7 +70,7 @@ class SpreadLayers:
         if len(self._devices) == 1:
             return stage.to(self._devices[0])
         stage.devices = self._devices
-        parts = [[layer, *_adapters(layer)] for layer in stage.layers]
+        parts = [[layer, *(each.adapter for each in adapted_maps(layer))] for layer in stage.layers]
         sizes = [sum(map(weight_bytes, each)) for each in parts]
         self._placed_bytes += weight_bytes(stage) - sum(sizes)
         for name, module in stage.named_children():
@@ -89,11 +89,6 @@ class SpreadLayers:
         middle = self._placed_bytes + size / 2
         self._placed_bytes += size
         return self._hooks[min(len(self._devices) - 1, int(middle * len(self._devices) / self._whole_bytes))]
-
-
-def _adapters(layer: nn.Module) -> list[nn.Module]:
-    """Those of a layer's linear maps, which are no submodules of it."""
-    return [each.adapter for each in layer.modules() if isinstance(each, AdaptedLinear)]
 
 
 class DeviceHooks:

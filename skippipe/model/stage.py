@@ -317,6 +317,11 @@ class AdaptedLinear(nn.Linear):
         return made + functional.linear(low.to(input.dtype), up)
 
 
+def adapted_maps(layer: nn.Module) -> list[AdaptedLinear]:
+    """The linear maps of a layer that have adapters, which are no submodules of it."""
+    return [module for module in layer.modules() if isinstance(module, AdaptedLinear)]
+
+
 class LinearAdapter(nn.Module):
     """up(down(x)); zero at the start."""
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skippipe.model.stage import EPSILON, AdaptedLinear, Bridges, StageAdapters, StageModel
+from skippipe.model.stage import EPSILON, AdaptedLinear, Bridges, StageAdapters, StageModel, adapted_maps
 
 RIDGE = 1e-3  # added to the mean square of every channel, relative to their mean
 TURNS = 4
@@ -73,8 +73,8 @@ def fit_repeats(
         others = stages[number + 1 : number + 1 + own.repeats]
         equal = [len(other.layers) == len(stage.layers) for other in others]
         reached.append(equal.index(False) if False in equal else len(equal))
-        own.gates[: reached[-1] * stage.spec.config.hidden_size] = 1.0
-        own.gates[reached[-1] * stage.spec.config.hidden_size :] = 0.0
+        gates = own.gates.view(own.repeats, -1)
+        gates[: reached[-1]], gates[reached[-1] :] = 1.0, 0.0
         for turn, other in enumerate(others[: reached[-1]], start=1):
             _fit_repeat(stage, own, turn, other, [states[number + turn - 1] for states in batches])
     return reached
@@ -104,7 +104,7 @@ class _Layer(NamedTuple):
 
     @property
     def maps(self) -> list[AdaptedLinear]:
-        return [module for module in self.stage.layers[self.at].modules() if isinstance(module, AdaptedLinear)]
+        return adapted_maps(self.stage.layers[self.at])
 
 
 def _fit_layer(ours: _Layer, theirs: _Layer, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -121,12 +121,13 @@ def _fit_layer(ours: _Layer, theirs: _Layer, pairs: Sequence[tuple[Tensor, Tenso
             given = made[maps[group[0]]].given.flatten(0, -2).float()
             apart = [(wanted[their_maps[at]].output - made[maps[at]].output).flatten(0, -2).float() for at in group]
             with torch.autocast(given.device.type, enabled=False):  # sums are exact, whatever stages compute in
-                sums = _added(sums, (given.T @ given, *(given.T @ each for each in apart)))
+                sums = _added(sums, (given.T @ given, given.T @ torch.cat(apart, -1)))
         assert sums is not None
-        gram, *crosses = sums
-        for at, cross in zip(group, crosses, strict=True):
+        gram, cross = sums
+        wholes = torch.split(_solved(gram, cross), [maps[at].out_features for at in group], 1)
+        for at, whole in zip(group, wholes, strict=True):
             down, up = parts[at]
-            new_down, new_up = _balanced(*low_rank(gram, _solved(gram, cross), len(down)))
+            new_down, new_up = _balanced(*low_rank(gram, whole, len(down)))
             fitted = new_down.shape[1]  # a rank beyond the channels has no use
             down[:fitted], up[:, :fitted] = new_down.T, new_up.T
 
