@@ -16,24 +16,28 @@ whole model does not depend on them.
 With adapters, a stage can also take the place of stages that are missing after it (repeats): its layers run again on
 their own output, with adapters of their own for each of these turns, as in a recursive transformer (Bae et al.,
 "Relaxed Recursive Transformers", 2024).
+
+Bridges are trained with all weights of the model, or with adapters alone, while the model's own weights stay as they
+are (healing).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from skippipe.model.lora import initial, is_adapter
 from skippipe.model.model_spec import ModelSpec, is_linear
 from skippipe.stage_subset import Hop
 
-BRIDGE = "bridges."  # how the names of their weights begin
+BRIDGE, ADAPTER = "bridges.", "adapters."  # how the names of their weights begin
 GATE = 0.5  # of repeats, at the start
 EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
 
@@ -42,15 +46,21 @@ Repeated = Callable[[Tensor, int], Tensor]
 """Called with hidden states and a turn of `StageAdapters`: the output of the stage's layers."""
 
 
+class StagePlace(NamedTuple):
+    """Which stage it is, and of how many."""
+
+    stage: int
+    stages: int
+
+
 class StageModel(nn.Module):
     """The layers of one stage, of which no others are made; master weights are fp32, whatever is computed in."""
 
     def __init__(
-        self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False, bridges: Bridges | None = None
+        self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False, place: StagePlace | None = None
     ) -> None:
-        """`bridges` are those that begin here, if they are trained with the stage."""
+        """`place`: where it is in the pipeline, for bridges and adapters that are trained with it; None: without."""
         super().__init__()
-        self.bridges = bridges
         self.numbers = layers
         self.recompute = recompute
         self.spec = spec
@@ -62,14 +72,14 @@ class StageModel(nn.Module):
         self.head = spec.head() if ends else None
         if self.embedding is not None and self.head is not None and spec.tied:
             self.head.weight = self.embedding.weight
+        self.requires_grad_(not spec.frozen)
         if spec.lora.rank:
-            self.requires_grad_(False)
             for number, layer in zip(layers, self.layers, strict=True):
                 add_lora(layer, f"model.layers.{number}", spec)
         self.devices: tuple[str, ...] = ()
         """Those that its layers are spread over, at inference (see `spread_layers`); empty: it is on one."""
-        self.stand_ins: StandIns | None = None
-        """For other stages that are missing, at inference."""
+        self.stand_ins: StandIns | None = None if place is None else trained_stand_ins(self, place)
+        """For other stages that are missing: those that are trained with it, or loaded beside it."""
         self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
         self._watch_routers()
@@ -87,13 +97,18 @@ class StageModel(nn.Module):
         """
         dtype = hidden.dtype
         positions, rotation, masks = self._positions_and_masks(hidden, starts)
+        contexts = noop_context_fn if self.adapters is None else self.adapters.checkpoint_contexts
         for layer, kind in list(zip(self.layers, self._kinds, strict=True))[only]:
             inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, use_reentrant=False, **inputs)
+                hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts, **inputs)
             else:
                 hidden = layer(hidden, **inputs)
         return hidden.to(dtype)
+
+    @property
+    def adapters(self) -> StageAdapters | None:
+        return None if self.stand_ins is None else self.stand_ins.adapters
 
     def set_hop(self, hop: Hop | None) -> None:
         """How the path of the next forward passes goes on from here; None: no stage is missing."""
@@ -139,12 +154,16 @@ class StageModel(nn.Module):
         everywhere = self.spec.routers(range(self.spec.layers))
         return self.spec.balance_weight * total / everywhere
 
+    def drop_scores(self) -> None:
+        """Forget the routers' scores of forward passes that have no balancing loss."""
+        self._scores.clear()
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names that they have in the whole model; LoRA's adapters and bridges are not among them."""
-        yield from (pair for pair in self._named_parameters() if not is_adapter(pair[0]) and not is_bridge(pair[0]))
+        """Under the names that they have in the whole model; adapters and bridges are not among them."""
+        yield from (pair for pair in self._named_parameters() if not is_adapter(pair[0]) and not is_stand_in(pair[0]))
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that training changes: LoRA's adapters, or all if there are none."""
+        """The weights that training changes: LoRA's adapters, bridges and adapters for missing stages, or all."""
         yield from (pair for pair in self._named_parameters() if pair[1].requires_grad)
 
     def frozen_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -176,8 +195,8 @@ class StageModel(nn.Module):
             yield from ((f"model.norm.{name}", each) for name, each in self.norm.named_parameters())
             if not self.spec.tied:
                 yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
-        if self.bridges is not None:
-            yield from self.bridges.named_weights()
+        if self.stand_ins is not None:
+            yield from self.stand_ins.named_weights()
 
     def _positions_and_masks(
         self, hidden: Tensor, starts: Tensor | None
@@ -261,7 +280,7 @@ class Bridges(nn.Module):
         self.register_buffer("targets", targets, persistent=False)
         count = len(targets)
         generator = torch.Generator().manual_seed(seed * 1_000_003 + stage)
-        self.down = nn.Parameter(torch.randn(count, width * rank, generator=generator) / sqrt(width))
+        self.down = nn.Parameter(_drawn((count, width * rank), generator) / sqrt(width))
         self.up = nn.Parameter(torch.zeros(count, rank * width))
         self.gain = nn.Parameter(torch.zeros(count * width))  # flat, as what is no matrix does not decay
         self.width = width
@@ -288,6 +307,17 @@ class Bridges(nn.Module):
 def is_bridge(name: str) -> bool:
     """Whether a weight of this name, or the optimizer's state for it, is a bridge's."""
     return name.startswith(BRIDGE) or f".{BRIDGE}" in name
+
+
+def is_stand_in(name: str) -> bool:
+    """Whether a weight of this name, or the optimizer's state for it, is of a bridge or of `StageAdapters`."""
+    return is_bridge(name) or name.startswith(ADAPTER) or f".{ADAPTER}" in name
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """From the normal distribution; on the meta device, nothing is."""
+    made = torch.empty(shape)
+    return made if made.is_meta else made.normal_(generator=generator)
 
 
 def trained_bridges(spec: ModelSpec, stage: int, stages: int) -> Bridges | None:
@@ -329,7 +359,7 @@ class LinearAdapter(nn.Module):
 
     def __init__(self, of: nn.Linear, rank: int, generator: torch.Generator) -> None:
         super().__init__()
-        self.down = nn.Parameter(torch.randn(rank, of.in_features, generator=generator) / sqrt(of.in_features))
+        self.down = nn.Parameter(_drawn((rank, of.in_features), generator) / sqrt(of.in_features))
         self.up = nn.Parameter(torch.zeros(of.out_features, rank))
 
     def of_turn(self, turn: int) -> tuple[Tensor, Tensor]:
@@ -358,6 +388,7 @@ class StageAdapters(nn.Module):
         """How strong adapters are for each sample of the next forward pass, [samples, 1, 1], or each of their ranks,
         [samples, 1, rank]; None: not at all."""
         self.rank = rank
+        self._first_layer = stage.numbers.start
         self.names: list[str] = []
         """Of the linear maps that have adapters, in the whole model."""
         self.parts = nn.ModuleList()
@@ -372,14 +403,31 @@ class StageAdapters(nn.Module):
 
     def repeat(self, turn: int, hidden: Tensor, layers: Repeated) -> Tensor:
         """What the stage makes of its own output in the place of the stage so many after it."""
-        scale = self.scale
-        self.turn, self.scale = turn, self.unscaled
-        try:
+        with self._set_to(turn, self.unscaled):
             added = layers(hidden, turn) - hidden
-        finally:
-            self.turn, self.scale = 0, scale
         gate = self.gates.view(self.repeats, -1)[turn - 1].to(hidden.device)
         return hidden + (added * gate).to(hidden.dtype)
+
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For `checkpoint`: contexts of the forward pass that comes now, and of its recomputation, before which passes
+        of other microbatches have set turn and scale."""
+        return nullcontext(), self._set_to(self.turn, self.scale)
+
+    @contextmanager
+    def _set_to(self, turn: int, scale: Tensor | None) -> Iterator[None]:
+        before = self.turn, self.scale
+        self.turn, self.scale = turn, scale
+        try:
+            yield
+        finally:
+            self.turn, self.scale = before
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under the names that they have among all weights that are trained."""
+        for name, part in zip(self.names, self.parts, strict=True):
+            yield from ((f"{ADAPTER}{name}.{which}", each) for which, each in part.named_parameters())
+        if self.repeats:
+            yield f"{ADAPTER}{self._first_layer}.gates", self.gates
 
 
 def adapter_scale(missing: Tensor, left_out: Tensor, stages: int, rank: int, hop_rank: int) -> Tensor:
@@ -397,7 +445,7 @@ def adapter_scale(missing: Tensor, left_out: Tensor, stages: int, rank: int, hop
 
 
 class StandIns(nn.Module):
-    """Bridges and adapters of a stage at inference, where all samples take the same path."""
+    """Bridges and adapters of a stage, for samples that all take the same path."""
 
     def __init__(self, stages: int, bridges: Bridges | None, adapters: StageAdapters | None, hop_rank: int) -> None:
         super().__init__()
@@ -405,6 +453,11 @@ class StandIns(nn.Module):
         self.adapters = adapters
         self._stages, self._hop_rank = stages, hop_rank
         self._scales: dict[Hop | None, Tensor | None] = {None: None}
+
+    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for each in (self.bridges, self.adapters):
+            if each is not None:
+                yield from each.named_weights()
 
     def set_hop(self, hop: Hop | None) -> None:
         if self.adapters is None:
@@ -426,3 +479,11 @@ class StandIns(nn.Module):
         normed = functional.rms_norm(hidden, (width,), eps=EPSILON)
         low = normed @ bridges.down[at].view(width, -1) @ bridges.up[at].view(-1, width)
         return (hidden + (low + normed * bridges.gain.view(-1, width)[at])).to(hidden.dtype)
+
+
+def trained_stand_ins(stage: StageModel, place: StagePlace) -> StandIns | None:
+    """The bridges and adapters that are trained with a stage, as they are at the start; None: there are none."""
+    spec = stage.spec
+    bridges = trained_bridges(spec, *place)
+    adapters = StageAdapters(stage, spec.adapters, spec.seed, spec.repeats) if spec.heals else None
+    return StandIns(place.stages, bridges, adapters, 0) if bridges or adapters else None

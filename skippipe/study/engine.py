@@ -392,6 +392,7 @@ class Engine:
                 left_out = (targets - step.stage - 1).view(-1, 1, 1)
                 for turn in range(1, min(self.recipe.repeats, len(self.stages) - step.stage - 1) + 1):
                     made = torch.where(left_out >= turn, self._repeat(step.stage, turn, made), made)
+                model.drop_scores()  # those of repeats
             if shape.skipping and step.stage < len(self.bridges):
                 made = self.bridges[step.stage](made, targets)
             if teacher is not None and self.recipe.distill_hidden:
