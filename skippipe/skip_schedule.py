@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -195,12 +195,17 @@ class SkipSchedule:
 
     def lengths(self, iterations: int, stages: int, default_length: int) -> Counter[int]:
         """How many iterations have paths of which length; one with several lengths counts for each by its part."""
-        exact: dict[int, Fraction] = {}
+        exact = self.path_shares(iterations, stages, default_length)
+        return Counter({length: round(share * iterations) for length, share in exact.items()})
+
+    def path_shares(self, iterations: int, stages: int, default_length: int) -> dict[int, Fraction]:
+        """The share of the run's microbatches that have paths of each length."""
+        shares: dict[int, Fraction] = {}
         for each, times in self.path_lengths(iterations, stages, default_length).items():
             parts = parts_of(each)
             for length in parts:
-                exact[length] = exact.get(length, Fraction(0)) + Fraction(times, len(parts))
-        return Counter({length: round(count) for length, count in exact.items()})
+                shares[length] = shares.get(length, Fraction(0)) + Fraction(times, len(parts) * iterations)
+        return shares
 
     def path_lengths(self, iterations: int, stages: int, default_length: int, first: int = 0) -> Counter[PathLength]:
         """How many iterations have which paths, from the `first` one on. Counted by turns, as there may be a thousand
@@ -234,19 +239,19 @@ def visited_of(skipped: Fraction, stages: int) -> int:
     return max(1, stages - math.floor(skipped * stages + Fraction(1, 2)))
 
 
-def mean_repeats(stages: int, lengths: Sequence[int], repeats: int) -> float:
+def mean_repeats(stages: int, paths: Mapping[int, Fraction | int], repeats: int) -> float:
     """How often a visited stage takes the place of stages that the hop from it leaves out, up to so many `repeats`: the
-    mean over all visits of paths of these lengths, each through any stages after stage 0 as often as through others.
+    mean over all visits, where so many `paths` have each length, and visit all stages after stage 0 equally often.
 
     A path through L of S stages divides S − L among L hops, each way as often: a hop gets k or more of them in
     C(S − k − 1, L − 1) of C(S − 1, L − 1) ways.
     """
     times = sum(
-        visited * math.comb(stages - k - 1, visited - 1) / math.comb(stages - 1, visited - 1)
-        for visited in lengths
+        count * Fraction(visited * math.comb(stages - k - 1, visited - 1), math.comb(stages - 1, visited - 1))
+        for visited, count in paths.items()
         for k in range(1, min(repeats, stages - visited) + 1)
     )
-    return times / sum(lengths)
+    return float(times / sum(visited * count for visited, count in paths.items()))
 
 
 def _path_length(mix: Sequence[int]) -> PathLength:

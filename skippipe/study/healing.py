@@ -392,7 +392,8 @@ def begin_healing(
     )
     for number, each in enumerate(learned):
         begun = engine.bridges[number] if kept.bridges and number < len(engine.bridges) else None
-        fill_stand_ins(each, number, begun, engine.adapters[number] if kept.adapters else None)
+        parts = (begun, engine.adapters[number] if kept.adapters else None)
+        fill_stand_ins(each, *(part for part in parts if part is not None))
     if not kept.adapters:
         _set_gates(engine, 0.0)  # until it begins, the model is as it was
     tokens = min(MOST_TOKENS, PASSES * train.tokens) if settings.tokens is None else settings.tokens

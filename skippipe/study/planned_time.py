@@ -237,7 +237,7 @@ def _stand_ins_s(recipe: SkipSchedule, stages: int, phase: TimedPhase, own_s: fl
     if phase.young or (recipe.heal and not phase.heals) or not skipping:
         return 0.0
     taught_s = TEACHER_SHARE * whole_s * len(skipping) / len(lengths) if recipe.distill else 0.0
-    return taught_s + own_s * mean_repeats(stages, lengths, recipe.repeats)
+    return taught_s + own_s * mean_repeats(stages, Counter(lengths), recipe.repeats)
 
 
 @cache  # used again and again by runs and tables

@@ -41,7 +41,8 @@ def test_bridges_and_adapters_come_back_stage_by_stage(tmp_path: Path) -> None:
     info = bridges_info(tmp_path, 5)
     assert info == INFO
     for number, stage in enumerate(stages()):
-        held, parts = load_bridges(tmp_path, info, number, stage)
+        found = load_bridges(tmp_path, info, number, stage)
+        held, parts = found.bridges, found.adapters
         assert parts is not None
         assert parts.names[0] == f"model.layers.{stage.numbers.start}.self_attn.q_proj"
         pairs = list(zip(parts.parameters(), adapters[number].parameters(), strict=True))

@@ -144,8 +144,10 @@ def test_how_often_stages_are_repeated_on_average(stages: int, visited: int) -> 
     for repeats in (0, 1, 2, 9):
         paths = [(0, *others, stages) for others in combinations(range(1, stages), visited - 1)]
         times = [min(repeats, b - a - 1) for path in paths for a, b in pairwise(path)]
-        assert mean_repeats(stages, [visited], repeats) == pytest.approx(fmean(times))
-    assert mean_repeats(4, [4, 2], 1) == pytest.approx((4 * 0 + 2 * mean_repeats(4, [2], 1)) / 6)
+        assert mean_repeats(stages, {visited: 1}, repeats) == pytest.approx(fmean(times))
+    shares = SkipSchedule("0 & 2 x 1/2").path_shares(1, 4, 4)
+    assert shares == {4: THIRD, 2: 2 * THIRD}
+    assert mean_repeats(4, shares, 1) == pytest.approx((4 * 0 + 2 * 2 * mean_repeats(4, {2: 1}, 1)) / 8)
 
 
 def test_what_makes_up_for_skipping() -> None:
@@ -165,7 +167,7 @@ def test_what_makes_up_for_skipping() -> None:
             "recipe.swaps: only studies draw paths by it; in training the plan decides",
         ),
         (SkipSchedule("1/2", adapters=8), "skippipe", "", "recipe.adapters: only studies have it yet"),
-        (SkipSchedule("1/2", bridges=8, heal="95%"), "skippipe", "", "recipe.heal: only studies have it yet"),
+        (SkipSchedule("1/2", bridges=8, heal="95%"), "skippipe", "", "recipe.heal: 95%: a run heals all along"),
         (SkipSchedule("1/3"), "skippipe", "1/3", "pipeline.skip and recipe.skip say the same thing"),
         (SkipSchedule("0"), "dtfm", "", "pipeline.strategy: 'dtfm' skips nothing"),
     ],

@@ -133,8 +133,8 @@ def costs(plan: Json) -> Costs:
     trained = [trained_by(index, stage["layers"]) for index, stage in enumerate(stages)]
 
     def layers_forward(layers: int) -> int:
-        once: int = layers * layer_forward
-        return once + round(mean_repeats * once)
+        once = layers * layer_forward
+        return int(once + round(mean_repeats * once))
 
     def added_forward(layers: int) -> int:
         of_adapters = layers * adapters
