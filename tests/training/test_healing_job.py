@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info
 from skippipe.checkpoint.format import read_manifest
 from skippipe.checkpoint.manager import export, export_adapter, origin_of
+from skippipe.cluster import DeviceMode
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load, load_stage, read_outline
@@ -23,7 +24,13 @@ from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.lora import LoraConfig
 from skippipe.model.stage import is_stand_in
 from skippipe.plan import Plan
+from skippipe.planner.problem_spec import cluster_named
+from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState
 from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordinator
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.runtime.train_role import build_stage_executor
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import StageSubset
 from skippipe.study.healing import HealSettings, begin_healing
@@ -41,6 +48,7 @@ from skippipe.training.job_config import (
 from skippipe.training.run import RunOptions
 from skippipe.training.train_job import _announce
 from skippipe.validate import validate
+from tests.helpers.executors import state_of
 from tests.helpers.healed_folders import REPEATS, healed
 from tests.helpers.model_folders import LAYERS
 from tests.helpers.pretrained_jobs import Losses, job_in, trained
@@ -154,6 +162,71 @@ def test_a_resumed_run_goes_on_with_what_it_has_learned(tmp_path: Path) -> None:
     assert origin_of(checkpoints, config).manifest.adapters == 6
     with pytest.raises(UserError, match=r"another recipe\.adapters; resume with the job"):
         origin_of(checkpoints, replace(config, recipe=replace(config.recipe, adapters=3)))
+
+
+@pytest.mark.slow  # test_healing_exact.py
+def test_a_run_that_heals_survives_whoever_is_lost(tmp_path: Path) -> None:
+    """A replica, the coordinator, all of stage 1 and all of stage 0; with real tensors under virtual time."""
+    folder = fitted(tmp_path / "fitted")
+    survive = RecoveryConfig(planning_s=0.0)
+    made = build_run(healing_job(tmp_path, folder, iterations=9, survive=survive)).with_first_checkpoint()
+    run, config, plan, sampler = made.run, made.node_config, made.plan, made.sampler
+    assert [len(stage.nodes) for stage in plan.stages] == [2, 2, 2]
+
+    def executor(node: int, current: Plan) -> StageExecutor:
+        """With other weights than those in the folder: what the seed makes."""
+        return build_stage_executor(current.stage_of[node], config, ["cpu"], sampler)
+
+    def lost(stage: int, iteration: int) -> list[Fault]:
+        return [kill(node).at(iteration, during="forward").back_after(1e-4) for node in plan.stages[stage].nodes]
+
+    executors = {node: executor(node, plan) for node in plan.stage_of}
+    cluster = VirtualCluster(
+        plan,
+        run.resumed_settings,
+        executors,
+        checkpoint_store=run.checkpoint_manager,
+        builder=executor,
+        faults=[
+            kill(plan.stages[2].nodes[0]).at(1, during="backward").back_after(1e-4),
+            kill_coordinator().at(3, during="averaging"),
+            *lost(1, 4),
+            *lost(0, 6),
+        ],
+    )
+    cluster.run()
+    run.close(Callback())
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    texts = [event.text for _, event in cluster.events]
+    for stage in (0, 1):
+        assert any(text.startswith(f"stage {stage} ") and "no node holds it any more" in text for text in texts), texts
+    assert any("from the newest checkpoint" in text for text in texts), texts
+    weights = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    begun = load_file(folder / BRIDGES_FILE)
+    states: dict[int, list[StageExecutor]] = {}
+    for node in cluster.coordinator.membership.active:
+        machine = cluster.executor_of[node]
+        assert isinstance(machine, StageExecutor)
+        states.setdefault(cluster.coordinator.membership[node].stage, []).append(machine)
+    assert sorted(states) == [0, 1, 2] and {each for some in states.values() for each in some} != {*executors.values()}
+    for one, *others in states.values():
+        assert all(torch.equal(weight, weights[name]) for name, weight in one.tasks.model.named_weights())
+        assert all(torch.equal(state_of(one), state_of(other)) for other in others)
+        up = f"model.layers.{one.tasks.model.numbers.start}.mlp.up_proj"
+        learned = dict(one.tasks.model.trained_weights())[f"adapters.{up}.up"]
+        before = begun[f"{up}.adapter_up"]
+        assert 0.005 < (learned - before).abs().max() < 0.3, "trained further from what was fitted, not from anew"
+
+
+def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path) -> None:
+    cluster, _ = cluster_named("datacentre:6")
+    nodes = tuple(replace(node, devices=2, device_mode=DeviceMode.SHARDED) for node in cluster.nodes)
+    replace(cluster, nodes=nodes).save(tmp_path / "cluster.json")
+    job = healing_job(tmp_path, fitted(tmp_path / "fitted"), cluster=str(tmp_path / "cluster.json"))
+    with pytest.raises(
+        UserError, match=r"recipe\.heal: '.*' would divide stage 0 over its 2 devices, and healing needs"
+    ):
+        build_run(job)
 
 
 @pytest.mark.parametrize(
