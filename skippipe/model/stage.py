@@ -121,7 +121,8 @@ class StageModel(nn.Module):
         a sequence at once."""
         if hop is None or self.stand_ins is None:
             return hidden
-        return self.stand_ins.cross(hidden, hop, repeated or (lambda given, _turn: self(given)))
+        recompute = self.recompute and torch.is_grad_enabled()
+        return self.stand_ins.cross(hidden, hop, repeated or (lambda given, _turn: self(given)), recompute=recompute)
 
     def loss(self, hidden: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
         """The loss of the next token, the mean over all tokens of the microbatch that count: negative labels do not.
@@ -299,6 +300,13 @@ class Bridges(nn.Module):
         normed = functional.rms_norm(hidden, (self.width,), eps=EPSILON)
         return (hidden + (normed @ down @ up + normed * gain)).to(hidden.dtype)
 
+    def past(self, hidden: Tensor, left_out: int) -> Tensor:
+        """What `forward` makes of samples that all go past so many stages."""
+        at, width = left_out - 1, self.width
+        normed = functional.rms_norm(hidden, (width,), eps=EPSILON)
+        low = normed @ self.down[at].view(width, -1) @ self.up[at].view(-1, width)
+        return (hidden + (low + normed * self.gain.view(-1, width)[at])).to(hidden.dtype)
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Under the names that they have among all weights that are trained."""
         yield from ((f"{BRIDGE}{self.stage}.{part}", each) for part, each in self.named_parameters())
@@ -469,16 +477,16 @@ class StandIns(nn.Module):
             self._scales[hop] = adapter_scale(missing, left_out, self._stages, self.adapters.rank, self._hop_rank)
         self.adapters.scale = self._scales[hop]
 
-    def cross(self, hidden: Tensor, hop: Hop, repeated: Repeated) -> Tensor:
+    def cross(self, hidden: Tensor, hop: Hop, repeated: Repeated, *, recompute: bool = False) -> Tensor:
         if self.adapters is not None:
             for turn in range(1, min(self.adapters.repeats, hop.left_out) + 1):
                 hidden = self.adapters.repeat(turn, hidden, repeated)
         if self.bridges is None or not hop.left_out:
             return hidden
-        bridges, at, width = self.bridges, hop.left_out - 1, self.bridges.width
-        normed = functional.rms_norm(hidden, (width,), eps=EPSILON)
-        low = normed @ bridges.down[at].view(width, -1) @ bridges.up[at].view(-1, width)
-        return (hidden + (low + normed * bridges.gain.view(-1, width)[at])).to(hidden.dtype)
+        if recompute:  # it would keep as much as several layers
+            bridged: Tensor = checkpoint(self.bridges.past, hidden, hop.left_out, use_reentrant=False)
+            return bridged
+        return self.bridges.past(hidden, hop.left_out)
 
 
 def trained_stand_ins(stage: StageModel, place: StagePlace) -> StandIns | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain
 from typing import Any
 
@@ -17,11 +18,17 @@ from skippipe.model.stage import StageModel, StagePlace, is_stand_in, layer_rang
 from skippipe.model.stage_step import StageStep
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane
+from skippipe.runtime.coordinator.interfaces import CoordinatorState
+from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
+from skippipe.runtime.simulation.fault_injection import During, kill
+from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Hop
 from skippipe.study.engine import Engine
 from skippipe.training.reference import ReferenceTrainer
-from tests.helpers.exact_training import assert_exact, plan_of, sampler_of
+from tests.helpers.exact_training import assert_exact, plan_of, sampler_of, tensors_of
+from tests.helpers.executors import state_of
 from tests.helpers.models import tiny
 from tests.helpers.quick import others_slow
 
@@ -105,6 +112,37 @@ def test_one_process_is_the_engine_of_studies(
 def test_many_nodes_are_one_process(family: str, ranks: dict[str, int], options: dict[str, Any]) -> None:
     plan, spec = plan_of(LANES, family=family, adapter_parameters=99, **options)
     assert_exact(plan, healed(spec.config, **ranks), COARSE, SkipSchedule(residual="scaled", early_exit=0.3))
+
+
+@pytest.mark.parametrize("during", others_slow(["backward"], ["forward", "averaging", "step"]))
+def test_a_node_that_is_lost_comes_back_with_the_frozen_weights_and_what_is_trained(during: During) -> None:
+    plan, made = plan_of(LANES, bridges=3, adapter_parameters=99)
+    spec, other = healed(made.config), healed(made.config)
+    other.seed = 12  # whoever comes back has other weights at first
+    cluster = VirtualCluster(
+        plan,
+        CoordinatorSettings(COARSE, 8, recovery=RecoverySettings(planning=timedelta(0))),
+        tensors_of(plan, spec, COARSE),
+        builder=lambda node, plan: tensors_of(plan, other, COARSE)[node],
+        faults=[kill(node=2).at(iteration=1, during=during).back_after(0.1)],
+    )
+    cluster.run()
+    assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
+    assert {event.node for _, event in cluster.events if event.kind == "able"} == {"n2"}
+    alone = ReferenceTrainer(plan, spec, COARSE, sampler_of(plan))
+    expected = [alone.iteration(number).loss for number in range(2)]
+    assert [report.loss for report in cluster.reports[:2]] == pytest.approx(expected, rel=1e-4), "no path has changed"
+    replicas: dict[int, list[StageExecutor]] = {}  # by stage; the node that came back may have taken another one
+    for each in cluster.executor_of.values():
+        assert isinstance(each, StageExecutor)
+        replicas.setdefault(each._stage, []).append(each)
+    back = cluster.executor_of[2]
+    assert isinstance(back, StageExecutor) and len(replicas[back._stage]) > 1
+    for stage, (one, *others) in replicas.items():
+        own = dict(alone.stages[stage].model.frozen_weights())
+        assert all(torch.equal(each, own[name]) for name, each in one.tasks.model.frozen_weights())
+        assert all(torch.equal(state_of(one), state_of(same)) for same in others)
+        assert not torch.equal(one.tasks.weights.values, alone.stages[stage].weights.values), "it went on"
 
 
 # A stage by itself
