@@ -39,7 +39,8 @@ from torch import Tensor
 from skippipe.checkpoint.format import save_tensors
 from skippipe.errors import UserError
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import ADAPTER, BRIDGE, Bridges, StageAdapters, StageModel, StandIns, is_bridge
+from skippipe.model.stage import StageModel
+from skippipe.model.stand_ins import ADAPTER, BRIDGE, Bridges, StageAdapters, StandIns, is_bridge
 
 BRIDGES_FILE = "bridges.safetensors"
 VERSION, REPEATS_VERSION = "1", "2"

@@ -30,7 +30,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import merged
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import is_stand_in
+from skippipe.model.stand_ins import is_stand_in
 from skippipe.runs.records import MetricsRow, metrics_of
 from skippipe.runs.tail import read_object
 

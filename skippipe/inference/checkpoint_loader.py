@@ -34,7 +34,8 @@ from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
-from skippipe.model.stage import StageModel, is_stand_in, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import is_stand_in
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
 

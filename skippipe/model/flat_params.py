@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageModel, StagePlace, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import HOST_PIECE, ParamSlot

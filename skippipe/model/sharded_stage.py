@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams, layout, mean_squared_norm
-from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import EarlyExit, Key, StageStep, input_gradient
+from skippipe.model.stand_ins import is_bridge
 from skippipe.optim.interface import BLOCK, HOST_PIECE, Optimizer, ParamSlot
 from skippipe.stage_subset import Hop
 

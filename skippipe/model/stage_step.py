@@ -10,7 +10,7 @@ Where activations are recomputed, to save memory, the copies are autocast's, for
 The head takes a large microbatch in pieces, because logits are many times its size.
 
 What a stage adds to a microbatch may be scaled up, for the stages that were skipped; or adapters and a bridge stand in
-for those between the stage and the one where the path goes on (see `stage`). And the head may also look at the
+for those between the stage and the one where the path goes on (see `stand_ins`). And the head may also look at the
 output of stage 0 alone (early exit), which then learns from that loss too.
 
 A split backward gives input gradients at once, because other nodes wait for them, and weight gradients later. The
@@ -31,7 +31,8 @@ from torch.nn import functional
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams, WeightCopies
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import LinearAdapter, StageModel, StagePlace
+from skippipe.model.stage import StageModel
+from skippipe.model.stand_ins import LinearAdapter, StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.stage_subset import Hop
 from skippipe.workload import head_pieces

@@ -24,8 +24,8 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.sharded_stage import ShardedStep
-from skippipe.model.stage import is_stand_in
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import is_stand_in
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.device_copies import Copies, copies_of
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours

@@ -16,8 +16,9 @@ from skippipe.errors import UserError
 from skippipe.model.flat_params import layout
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.sharded_stage import ShardedStep, check_blocks, whole_layout
-from skippipe.model.stage import StageModel, StagePlace, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.runtime.device_pool import DevicePool

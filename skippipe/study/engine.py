@@ -23,7 +23,8 @@ from skippipe.codecs import compile_on_device
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import EPSILON, Bridges, StageAdapters, StageModel, adapter_scale, bridges_of, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import EPSILON, Bridges, StageAdapters, adapter_scale, bridges_of
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits

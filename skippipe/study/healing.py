@@ -1,6 +1,6 @@
 """Healing: minutes of training after which a finished model answers well when stages are missing.
 
-The model itself is frozen and stays as it is. Bridges and adapters (see `model.stage`) learn from it: the part of the
+The model itself is frozen and stays as it is. Bridges and adapters (see `stand_ins`) learn from it: the part of the
 model that a path visits is to say what the whole model says, and its hidden states are to be those of the whole model
 where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
 missing stage to half of them, get the same share of the text. From its second time on, the text is partly drawn anew

@@ -26,7 +26,8 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import TEXT_FIELDS
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
-from skippipe.model.stage import is_bridge, layer_ranges, trained_bridges
+from skippipe.model.stage import layer_ranges
+from skippipe.model.stand_ins import is_bridge, trained_bridges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
 from skippipe.plan import Plan

@@ -15,7 +15,7 @@ from skippipe.cluster import Cluster
 from skippipe.errors import Infeasible, UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import is_bridge
+from skippipe.model.stand_ins import is_bridge
 from skippipe.model_shape import model_named
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_beside, with_codecs_of, with_smallest_elsewhere

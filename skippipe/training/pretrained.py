@@ -30,7 +30,8 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import initial
 from skippipe.model.model_files import CONFIG, TOKENIZER
 from skippipe.model.model_spec import ModelSpec, config_named
-from skippipe.model.stage import StageModel, layer_ranges, trained_bridges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import trained_bridges
 from skippipe.model_shape import model_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot

@@ -17,8 +17,9 @@ from torch import Tensor
 from skippipe.codecs import CODECS, compile_on_device
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StagePlace, layer_ranges
+from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.skip_schedule import PathLength, SkipSchedule

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges, write_bridges
 from skippipe.errors import UserError
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageAdapters, StageModel, bridges_of, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import StageAdapters, bridges_of
 from tests.helpers.models import tiny
 
 LAYERS = (2, 1, 1, 1)

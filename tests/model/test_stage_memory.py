@@ -14,8 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from skippipe import workload
 from skippipe.model.model_spec import ModelSpec, llama_config
-from skippipe.model.stage import StageModel, StagePlace
+from skippipe.model.stage import StageModel
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.model_shape import ModelShape
 from skippipe.optim.config import OptimConfig
 from skippipe.stage_subset import Hop

@@ -22,8 +22,8 @@ from skippipe.errors import UserError
 from skippipe.model.lora import LoraConfig
 from skippipe.model.model_spec import ModelSpec, parse_devices
 from skippipe.model.sharded_stage import ShardedStep
-from skippipe.model.stage import StagePlace
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import cluster_named

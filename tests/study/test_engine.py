@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from skippipe.model.flat_params import FlatParams
-from skippipe.model.stage import AdaptedLinear
+from skippipe.model.stand_ins import AdaptedLinear
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane
 from skippipe.skip_schedule import SkipSchedule, donors, young_stages

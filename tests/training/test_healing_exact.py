@@ -14,8 +14,9 @@ from torch import Tensor
 
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageModel, StagePlace, is_stand_in, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace, is_stand_in
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane
 from skippipe.runtime.coordinator.interfaces import CoordinatorState

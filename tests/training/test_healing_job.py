@@ -22,7 +22,7 @@ from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load, load_stage, read_outline
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.lora import LoraConfig
-from skippipe.model.stage import is_stand_in
+from skippipe.model.stand_ins import is_stand_in
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import cluster_named
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState
