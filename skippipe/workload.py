@@ -342,10 +342,10 @@ class Workload:
 
     def held_bytes(self, layers: int) -> int:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
-        ends, passed = self._tokens * self.model.hidden, (1 + self.repeats) * layers
-        if self.activation_checkpointing:
-            return (passed + 1) * COMPUTE_BYTES[self.compute_dtype] * ends
-        return passed * self._layer_bytes() + STORED_BYTES * ends  # the output; in bf16 also the input
+        ends, turns = self._tokens * self.model.hidden, 1 + self.repeats
+        if self.activation_checkpointing:  # with repeats also what comes out of the last one
+            return (turns * (layers + 1) + (turns > 1)) * COMPUTE_BYTES[self.compute_dtype] * ends
+        return turns * layers * self._layer_bytes() + STORED_BYTES * ends  # the output; in bf16 also the input
 
     def _layer_bytes(self) -> int:
         values = self.model.layer_values_per_token(rounded=self.compute_dtype == "bf16")

@@ -209,10 +209,13 @@ class RunSetup(RunOptions):
         """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
         job, work = self.job, self.plan.workload
+        stages = list(enumerate(self.plan.layers))
         model_bytes = STORED_BYTES * work.model.parameters
-        checkpoint_bytes = sum(work.checkpoint_bytes(stage, layers) for stage, layers in enumerate(self.plan.layers))
+        checkpoint_bytes = sum(work.checkpoint_bytes(stage, layers) for stage, layers in stages)
         if self.spec.frozen and not self.resumed:
             model_bytes *= 2  # what adapters are for is kept beside the checkpoints
+        if self.spec.heals:  # and these beside the model
+            model_bytes += STORED_BYTES * sum(work.trained_parameters(stage, layers) for stage, layers in stages)
         made = (job.iterations - self.run.first) // job.checkpoint.every + 1 if job.checkpoint.every else 0
         there = len(self.run.checkpoints.complete())
         more = min(made, max(1, job.checkpoint.keep + 1 + job.validation.enabled - there)) if made else 0

@@ -102,8 +102,9 @@ def costs(plan: Json) -> Costs:
         return int(max(first, second) + 8 * tokens * d)
 
     def held_by(layers: int) -> int:
-        layers *= 1 + repeats
-        return int((layers + 1) * token_bytes * d if checkpointing else layers * layer_bytes + 4 * n * t * d)
+        if checkpointing:
+            return int(((1 + repeats) * (layers + 1) + bool(repeats)) * token_bytes * d)
+        return int((1 + repeats) * layers * layer_bytes + 4 * n * t * d)
 
     def room(node: Json, stage: int, layers: int, bridged: bool = True) -> int:
         free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers)))
