@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -104,8 +104,8 @@ class SkipSchedule:
     stage hands on, and what the whole model has where the path goes on. 0: none."""
     heal: str = ""
     """From this share of the run on, as in "95%", only bridges and adapters learn, all else is frozen: what is skipped
-    from then on makes a finished model robust. The learning rate comes down before, and again after. Empty: all learn
-    all along."""
+    from then on makes a finished model robust. The learning rate comes down before, and again after. In a job "0%":
+    those that 'skippipe heal' has put beside model.weights learn all along. Empty: all learn all along."""
 
     def __post_init__(self) -> None:
         _ = self.phases
@@ -113,8 +113,6 @@ class SkipSchedule:
         check_ranges(self, "recipe")
         if self.bridges and self.swaps:
             raise UserError("recipe.bridges: they lead forward: leave out recipe.swaps, or the bridges")
-        if self.heal and not (self.bridges or self.adapters):
-            raise UserError("recipe.heal: there is nothing to train; add recipe.adapters or recipe.bridges, such as 32")
         if self.adapters_by_hop and not self.adapters:
             raise UserError("recipe.adapters_by_hop: there are none; add recipe.adapters, such as 512")
         if self.adapters_shared and not (self.adapters_by_hop and self.adapters_shared < self.adapters):
@@ -124,8 +122,8 @@ class SkipSchedule:
             raise UserError(f"recipe.repeats: {turns} turns share the rank of recipe.adapters: a multiple, not by hop")
         if self.distill_hidden and not self.distill:
             raise UserError("recipe.distill_hidden: there is no teacher; add recipe.distill, such as 0.9")
-        if self.heal and self.heal_at <= self.grown_at:
-            raise UserError(f"recipe.heal: {self.heal} must be more than 0, and after the model has grown")
+        if self.heal and self.growth and self.heal_at <= self.grown_at:
+            raise UserError(f"recipe.heal: {self.heal} must be after the model has grown")
         if self.exposure == []:
             raise UserError("recipe.exposure: the list is empty; give a number for each stage but the first")
 
@@ -197,12 +195,17 @@ class SkipSchedule:
 
     def lengths(self, iterations: int, stages: int, default_length: int) -> Counter[int]:
         """How many iterations have paths of which length; one with several lengths counts for each by its part."""
-        exact: dict[int, Fraction] = {}
+        exact = self.path_shares(iterations, stages, default_length)
+        return Counter({length: round(share * iterations) for length, share in exact.items()})
+
+    def path_shares(self, iterations: int, stages: int, default_length: int) -> dict[int, Fraction]:
+        """The share of the run's microbatches that have paths of each length."""
+        shares: dict[int, Fraction] = {}
         for each, times in self.path_lengths(iterations, stages, default_length).items():
             parts = parts_of(each)
             for length in parts:
-                exact[length] = exact.get(length, Fraction(0)) + Fraction(times, len(parts))
-        return Counter({length: round(count) for length, count in exact.items()})
+                shares[length] = shares.get(length, Fraction(0)) + Fraction(times, len(parts) * iterations)
+        return shares
 
     def path_lengths(self, iterations: int, stages: int, default_length: int, first: int = 0) -> Counter[PathLength]:
         """How many iterations have which paths, from the `first` one on. Counted by turns, as there may be a thousand
@@ -234,6 +237,21 @@ class SkipSchedule:
 def visited_of(skipped: Fraction, stages: int) -> int:
     """Stages on a path that leaves out this share of them, as near as whole stages come."""
     return max(1, stages - math.floor(skipped * stages + Fraction(1, 2)))
+
+
+def mean_repeats(stages: int, paths: Mapping[int, Fraction | int], repeats: int) -> float:
+    """How often a visited stage takes the place of stages that the hop from it leaves out, up to so many `repeats`: the
+    mean over all visits, where so many `paths` have each length, and visit all stages after stage 0 equally often.
+
+    A path through L of S stages divides S − L among L hops, each way as often: a hop gets k or more of them in
+    C(S − k − 1, L − 1) of C(S − 1, L − 1) ways.
+    """
+    times = sum(
+        count * Fraction(visited * math.comb(stages - k - 1, visited - 1), math.comb(stages - 1, visited - 1))
+        for visited, count in paths.items()
+        for k in range(1, min(repeats, stages - visited) + 1)
+    )
+    return float(times / sum(visited * count for visited, count in paths.items()))
 
 
 def _path_length(mix: Sequence[int]) -> PathLength:

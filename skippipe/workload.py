@@ -38,7 +38,8 @@ state."""
 OFFLOAD_FLOPS = 4_000  # operations that fit into the time in which a byte comes from host memory
 UNSAID: dict[str, Any] = {
     **{"optimizer": DEFAULT, "collective": "ring", "offload": "none", "adapter_parameters": 0},
-    **{"bridge_parameters": 0, "bridge_rank": 0, "wire_dtypes": (), "gradient_dtypes": ()},
+    **{"bridge_parameters": 0, "bridge_rank": 0, "repeats": 0, "mean_repeats": 0.0},
+    **{"wire_dtypes": (), "gradient_dtypes": ()},
 }
 """What a workload has in files of versions that did not write it."""
 LOGIT_BYTES = 12  # log-probabilities, their gradient and that of the logits, each fp32
@@ -102,7 +103,8 @@ class Workload:
     offload: str = "none"
     """What is held in host memory instead of the node's own, that of its GPU: one of `OFFLOADS`."""
     adapter_parameters: Annotated[int, COUNT] = 0
-    """Parameters of LoRA's adapters in a layer, the only ones that are trained then; 0: all parameters are trained."""
+    """Parameters of adapters in a layer (LoRA's, or those of healing). With them, only they and bridges are trained; 0:
+    all parameters are trained."""
     wire_dtypes: tuple[LinkDtypes, ...] = ()
     """Links on which hops have other codecs than `wire_dtype`."""
     gradient_dtypes: tuple[str, ...] = ()
@@ -112,6 +114,12 @@ class Workload:
     there are no bridges. With bridges, no path has a swap."""
     bridge_rank: Annotated[int, COUNT] = 0
     """Rank of a bridge. Every visit counts the operations of one, although hops to the next stage go over none."""
+    repeats: Annotated[int, COUNT] = 0
+    """How often the layers of a stage run again at most, in the place of stages that the hop from it leaves out. A
+    microbatch in flight counts the memory of all these turns. They share the rank of the adapters."""
+    mean_repeats: Annotated[float, Range(0, 1_000)] = 0.0
+    """How often they do in a visit, in the mean over paths. Every visit takes that time, although a hop to the next
+    stage repeats nothing: a task's time does not depend on where the path goes on."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
@@ -170,17 +178,16 @@ class Workload:
         return split_evenly(self.model.layers, stages)
 
     def forward_flops(self, layers: int) -> int:
-        model = layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)
-        bridge = 4 * self.samples_per_microbatch * self.sequence_tokens * self.model.hidden * self.bridge_rank
-        return model + (self._adapter_flops(layers) if self.adapter_parameters else bridge)
+        once = layers * self.samples_per_microbatch * self.model.layer_flops(self.sequence_tokens)
+        return once + round(self.mean_repeats * once) + self._added_flops(layers)
 
     def backward_flops(self, layers: int, *, recomputing: bool = True) -> float:
         """With the forward pass again, where activations are recomputed; `recomputing` False: without it. Weights that
         are not trained have no weight gradients."""
-        forward, adapters = self.forward_flops(layers), self._adapter_flops(layers)
+        forward, added = self.forward_flops(layers), self._added_flops(layers)
         if self.adapter_parameters:
             again = forward if recomputing and self.activation_checkpointing else 0
-            return self._backward_ratio * (forward - adapters) + 2 * adapters + again
+            return self._backward_ratio * (forward - added) + 2 * added + again
         ratio = self.backward_ratio + (recomputing and self.activation_checkpointing)
         return ratio * forward
 
@@ -189,11 +196,14 @@ class Workload:
         """Share of a backward, without what is recomputed, that is gradients of trained weights."""
         if not self.adapter_parameters:
             return self.weight_share
-        return self._adapter_flops(1) / self.backward_flops(1, recomputing=False)
+        return self._added_flops(1) / self.backward_flops(1, recomputing=False)
 
-    def _adapter_flops(self, layers: int) -> int:
-        """Forward operations of adapters: two a weight and token."""
-        return 2 * layers * self.samples_per_microbatch * self.sequence_tokens * self.adapter_parameters
+    def _added_flops(self, layers: int) -> int:
+        """Forward operations of adapters, where every turn uses its part, and of a bridge: two a weight and token."""
+        adapters = layers * self.adapter_parameters
+        if self.repeats:
+            adapters = round(adapters * (1 + self.mean_repeats) / (1 + self.repeats))
+        return 2 * self._tokens * (adapters + 2 * self.model.hidden * self.bridge_rank)
 
     @property
     def _backward_ratio(self) -> float:
@@ -225,9 +235,8 @@ class Workload:
 
     def trained_parameters(self, stage: int, layers: int) -> int:
         """Parameters of a stage that are trained: those of its adapters, or all if it has none, with its bridges."""
-        if self.adapter_parameters:
-            return layers * self.adapter_parameters
-        return self.stage_parameters(stage, layers) + self.bridge_parameters
+        own = layers * self.adapter_parameters if self.adapter_parameters else self.stage_parameters(stage, layers)
+        return own + self.bridge_parameters
 
     def on_device(self, bridges: bool) -> Workload:
         """The workload of one device of a node that shards its stage, with the bridges or without."""
@@ -333,10 +342,10 @@ class Workload:
 
     def held_bytes(self, layers: int) -> int:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
-        ends = self._tokens * self.model.hidden
-        if self.activation_checkpointing:
-            return (layers + 1) * COMPUTE_BYTES[self.compute_dtype] * ends
-        return layers * self._layer_bytes() + STORED_BYTES * ends  # the output; in bf16 also the input
+        ends, turns = self._tokens * self.model.hidden, 1 + self.repeats
+        if self.activation_checkpointing:  # with repeats also what comes out of the last one
+            return (turns * (layers + 1) + (turns > 1)) * COMPUTE_BYTES[self.compute_dtype] * ends
+        return turns * layers * self._layer_bytes() + STORED_BYTES * ends  # the output; in bf16 also the input
 
     def _layer_bytes(self) -> int:
         values = self.model.layer_values_per_token(rounded=self.compute_dtype == "bf16")

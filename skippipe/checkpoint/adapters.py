@@ -1,8 +1,9 @@
-"""LoRA's adapters on disk: the weights that they are for, beside a run's checkpoints, and folders in peft's layout.
+"""Adapters on disk: the weights that they are for, beside a run's checkpoints; and LoRA's as folders in peft's layout.
 
-Checkpoints of such a run hold adapters and their optimizer state alone. What is not trained lies in the folder `base`
-beside them, a Hugging Face folder that is written once, before the first iteration. So whatever needs the weights of a
-stage (a node that begins or joins, a lost stage, an export, a server) finds both halves in the run's own folder.
+Checkpoints of a run that trains adapters hold these and their optimizer state alone. What is not trained lies in the
+folder `base` beside them, a Hugging Face folder that is written once, before the first iteration. So whatever needs the
+weights of a stage (a node that begins or joins, a lost stage, an export, a server) finds both halves in the run's own
+folder.
 """
 
 from __future__ import annotations

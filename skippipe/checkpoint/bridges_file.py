@@ -24,20 +24,23 @@ from the next but one on, and to the head):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from skippipe.checkpoint.format import save_tensors
 from skippipe.errors import UserError
-from skippipe.model.stage import Bridges, StageAdapters, StageModel
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import StageModel
+from skippipe.model.stand_ins import ADAPTER, BRIDGE, Bridges, StageAdapters, StandIns, is_bridge
 
 BRIDGES_FILE = "bridges.safetensors"
 VERSION, REPEATS_VERSION = "1", "2"
@@ -59,6 +62,11 @@ class StandInsInfo:
     """The part of the adapters' rank that is divided among hops of different length."""
     repeats: int = 0
     """Stages that a stage takes the place of, of those that are missing after it."""
+
+    @classmethod
+    def of(cls, spec: ModelSpec, layers: tuple[int, ...]) -> StandInsInfo:
+        """What is trained with stages of so many layers."""
+        return cls(layers, spec.bridges, spec.adapters, repeats=spec.repeats)
 
     def turns(self, stage: int) -> int:
         """How often a token passes a stage's layers at most, by the path on which all stages after it are missing. The
@@ -97,13 +105,20 @@ def write_bridges(
     """Write those of all stages, in the order of the stages; OSError if it cannot be written."""
     ranks = [each.down.shape[1] // each.width for each in bridges[:1]], [each.rank for each in adapters[:1]]
     info = StandInsInfo(layers, sum(ranks[0]), sum(ranks[1]), hop_rank, adapters[0].repeats if adapters else 0)
-    tensors: dict[str, Tensor] = {}
-    for stage, held in enumerate(bridges):
-        shapes = _bridge_shapes(stage, info, held.width)
-        tensors |= {name: each.view(shapes[name]) for name, each in _bridge_weights(stage, held)}
-    for stage, parts in enumerate(adapters):
-        weights = _adapter_weights(stage, parts)
-        tensors |= {name: each if each.dim() > 1 else each.view(parts.repeats, -1) for name, each in weights}
+    pairs = zip_longest(bridges, adapters)
+    stages = [dict(weight for each in pair if each is not None for weight in each.named_weights()) for pair in pairs]
+    return write_stand_ins(folder, info, stages, dtype)
+
+
+def write_stand_ins(
+    folder: Path, info: StandInsInfo, stages: Iterable[Mapping[str, Tensor]], dtype: torch.dtype = torch.float32
+) -> Path:
+    """Write the weights of all stages, under the names by which they are trained; OSError if it cannot be written."""
+    tensors = {
+        _stored_name(name, number): _stored_shape(name, each, info, number)
+        for number, held in enumerate(stages)
+        for name, each in held.items()
+    }
     file = folder / BRIDGES_FILE
     kept = {name: each.detach().to("cpu", dtype).contiguous() for name, each in tensors.items()}
     save_tensors(kept, file, info.metadata)
@@ -146,32 +161,32 @@ def stored_values(folder: Path) -> int:
         return sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 (no mapping)
 
 
-def load_bridges(
-    folder: Path, info: StandInsInfo, number: int, stage: StageModel
-) -> tuple[Bridges | None, StageAdapters | None]:
-    """The bridges that begin at a stage of this number, and its adapters, which its linear maps have from then on."""
-    stored, stages = read_stand_ins(folder, info, number, stage), len(info.layers)
-    width = stage.spec.config.hidden_size
+def new_stand_ins(info: StandInsInfo, number: int, stage: StageModel) -> StandIns:
+    """Bridges that begin at a stage of this number, and adapters, which its linear maps have from then on."""
+    stages, width = len(info.layers), stage.spec.config.hidden_size
     bridges = Bridges(number, stages, width, info.bridges, 0) if info.bridges and number < stages - 1 else None
     adapters = StageAdapters(stage, info.adapters, 0, info.repeats) if info.adapters else None
-    fill_stand_ins(stored, number, bridges, adapters)
-    return bridges, adapters
+    return StandIns(stages, bridges, adapters, info.hop_rank)
+
+
+def load_bridges(folder: Path, info: StandInsInfo, number: int, stage: StageModel) -> StandIns:
+    """Those of a stage of this number, as the file has them."""
+    stored, found = read_stand_ins(folder, info, number, stage), new_stand_ins(info, number, stage)
+    fill_stand_ins(stored, found)
+    return found
 
 
 def read_stand_ins(folder: Path, info: StandInsInfo, number: int, stage: StageModel) -> dict[str, Tensor]:
-    """The tensors of the bridges that begin at a stage of this number, and of its adapters; UserError unless they have
-    the shapes that the info and the stage say, which is known before anything is made as large as the info says."""
-    file = folder / BRIDGES_FILE
-    expected = _bridge_shapes(number, info, stage.spec.config.hidden_size)
-    for name, module in stage.linear_maps() if info.adapters else ():
-        expected |= _adapter_shapes(name, module, info.adapters)
-    if info.repeats:
-        expected[f"gates.{number}"] = (info.repeats, stage.spec.config.hidden_size)
+    """The weights of the bridges that begin at a stage of this number, and of its adapters, under the names by which
+    they are trained; UserError unless they have the shapes that the info and the stage say, which is known before
+    anything is made as large as the info says."""
+    file, expected = folder / BRIDGES_FILE, dict(_expected_shapes(info, number, stage))
     if not expected:
         return {}
     with _opened(file) as opened:
-        there = set(opened.keys())
-        for name, shape in expected.items():
+        there, names = set(opened.keys()), {trained: _stored_name(trained, number) for trained in expected}
+        for trained, name in names.items():
+            shape = expected[trained]
             if name not in there:
                 raise UserError(f"{file}: has no tensor '{name}'")
             if (stored := opened.get_slice(name)).get_shape() != list(shape) or "F" not in stored.get_dtype():
@@ -179,42 +194,43 @@ def read_stand_ins(folder: Path, info: StandInsInfo, number: int, stage: StageMo
                     f"{file}: '{name}' has the shape {stored.get_shape()} of {stored.get_dtype()}, not {list(shape)} "
                     "of floating-point numbers"
                 )
-        return {name: opened.get_tensor(name) for name in expected}
+        return {trained: opened.get_tensor(name) for trained, name in names.items()}
 
 
 @torch.no_grad()
-def fill_stand_ins(
-    stored: Mapping[str, Tensor], number: int, bridges: Bridges | None, adapters: StageAdapters | None
-) -> None:
-    """Give bridges and adapters of a stage the values that `read_stand_ins` found."""
-    weights = [*(_bridge_weights(number, bridges) if bridges else ())]
-    weights += _adapter_weights(number, adapters) if adapters else ()
-    for name, each in weights:
+def fill_stand_ins(stored: Mapping[str, Tensor], *parts: StandIns | Bridges | StageAdapters) -> None:
+    """Give what is of a stage the values that `read_stand_ins` found."""
+    for name, each in (weight for part in parts for weight in part.named_weights()):
         each.copy_(stored[name].view(each.shape))
 
 
-def _bridge_weights(stage: int, bridges: Bridges) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((f"bridges.{stage}.{part}", each) for part, each in bridges.named_parameters())
+def _expected_shapes(info: StandInsInfo, number: int, stage: StageModel) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The shapes that the weights of a stage have in the file, by the names under which they are trained."""
+    count, rank, width = len(info.layers) - number - 1, info.bridges, stage.spec.config.hidden_size
+    if rank and count:
+        for part, shape in (("down", (count, width, rank)), ("up", (count, rank, width)), ("gain", (count, width))):
+            yield f"{BRIDGE}{number}.{part}", shape
+    for name, module in stage.linear_maps() if info.adapters else ():
+        yield f"{ADAPTER}{name}.down", (info.adapters, module.in_features)
+        yield f"{ADAPTER}{name}.up", (module.out_features, info.adapters)
+    if info.repeats:
+        yield f"{ADAPTER}{stage.numbers.start}.gates", (info.repeats, width)
 
 
-def _bridge_shapes(stage: int, info: StandInsInfo, width: int) -> dict[str, tuple[int, ...]]:
-    count, rank = len(info.layers) - stage - 1, info.bridges
-    shapes = {"down": (count, width, rank), "up": (count, rank, width), "gain": (count, width)}
-    return {f"bridges.{stage}.{part}": shape for part, shape in shapes.items()} if rank and count else {}
+def _stored_name(name: str, number: int) -> str:
+    """The name in the file of a weight of a stage of this number, by the name under which it is trained."""
+    if is_bridge(name):
+        return name
+    of, _, part = name.removeprefix(ADAPTER).rpartition(".")
+    return f"gates.{number}" if part == "gates" else f"{of}.adapter_{part}"
 
 
-def _adapter_weights(stage: int, adapters: StageAdapters) -> Iterator[tuple[str, nn.Parameter]]:
-    if adapters.repeats:
-        yield f"gates.{stage}", adapters.gates
-    for name, part in zip(adapters.names, adapters.parts, strict=True):
-        yield from ((f"{name}.adapter_{which}", each) for which, each in part.named_parameters())
-
-
-def _adapter_shapes(name: str, module: nn.Linear, rank: int) -> dict[str, tuple[int, ...]]:
-    return {
-        f"{name}.adapter_down": (rank, module.in_features),
-        f"{name}.adapter_up": (module.out_features, rank),
-    }
+def _stored_shape(name: str, each: Tensor, info: StandInsInfo, number: int) -> Tensor:
+    """A weight, which may be flat while it is trained, as the file has it."""
+    if not is_bridge(name):
+        return each if each.dim() > 1 else each.view(info.repeats, -1)
+    count, rank, part = len(info.layers) - number - 1, info.bridges, name.rpartition(".")[2]
+    return each.view({"down": (count, -1, rank), "up": (count, rank, -1), "gain": (count, -1)}[part])
 
 
 def _whole(file: Path, name: str, text: str) -> int:

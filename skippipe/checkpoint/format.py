@@ -114,15 +114,25 @@ class Manifest:
     validation_loss: float | None = None
     """The held-out loss of these weights; None: it was not evaluated."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Adapters: with a rank, they are all that it holds of the model."""
+    """LoRA's adapters: with a rank, they are all that it holds of the model."""
     bridges: Annotated[int, COUNT] = 0
     """Rank of the bridges that were trained with the stages; 0: there are none."""
+    adapters: Annotated[int, COUNT] = 0
+    """Rank of the adapters for missing stages: with one, they and the bridges are all that it holds of the model."""
+    repeats: Annotated[int, COUNT] = 0
+    """Stages that a stage takes the place of at most, of those that are missing after it."""
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the model's own weights are not trained, and lie beside the checkpoints."""
+        return self.lora.rank > 0 or self.adapters > 0
 
     def to_json(self) -> dict[str, Any]:
         """A run without an id, the default optimizer, an unknown loss, no adapters and no bridges are left out, as
         earlier versions wrote none of them."""
         left_out = {
-            "run": "", "optimizer": DEFAULT, "validation_loss": None, "lora": asdict(LoraConfig()), "bridges": 0
+            "run": "", "optimizer": DEFAULT, "validation_loss": None, "lora": asdict(LoraConfig()), "bridges": 0,
+            "adapters": 0, "repeats": 0,
         }  # fmt: skip
         found = {**vars(self), "lora": asdict(self.lora)}
         fields = {name: value for name, value in found.items() if name not in left_out or left_out[name] != value}

@@ -20,7 +20,7 @@ import torch
 from transformers import GenerationConfig
 
 from skippipe.checkpoint.adapters import read_base
-from skippipe.checkpoint.bridges_file import write_bridges
+from skippipe.checkpoint.bridges_file import StandInsInfo, write_stand_ins
 from skippipe.checkpoint.format import run_field, save_tensors
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer
@@ -30,7 +30,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import merged
 from skippipe.model.model_files import INDEX
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import Bridges, trained_bridges
+from skippipe.model.stand_ins import is_stand_in
 from skippipe.runs.records import MetricsRow, metrics_of
 from skippipe.runs.tail import read_object
 
@@ -109,6 +109,8 @@ class ModelCard:
         )
         skip = job.get("recipe", {}).get("skip") or pipeline.get("skip")
         adapters = f"LoRA of rank {lora['rank']}, merged into the weights" if lora.get("rank") else lora.get("weights")
+        if rank := job.get("recipe", {}).get("adapters"):
+            adapters = f"of rank {rank}, for missing stages, beside the weights, which stay as they were"
         nodes, last = plan.get("cluster", {}).get("nodes", ()), rows[-1] if rows else None
         facts = {
             "data": ", ".join(map(str, data.get("texts", ()))),
@@ -191,13 +193,13 @@ class ModelFolder:
     score: Path | None = None
     """As in `ModelCard`."""
     base: Path | None = None
-    """If the stages that come are adapters: the folder with the weights that they are merged into."""
+    """If the stages that come are adapters: the folder with the weights that they are for."""
     _pieces: list[torch.Tensor] = field(init=False, default_factory=list)
     _where: dict[str, str] = field(init=False, default_factory=dict)
     """Name of a weight → the file that holds it."""
     _bytes: int = field(init=False, default=0)
-    _bridges: dict[int, Bridges] = field(init=False, default_factory=dict)
-    """Stage → the bridges that begin there; they go into a file of their own."""
+    _stand_ins: dict[int, dict[str, torch.Tensor]] = field(init=False, default_factory=dict)
+    """Stage → bridges that begin there, and its adapters for missing stages; they go into a file of their own."""
 
     def store(self, stage: int, number: int, piece: Any) -> None:
         """Take the next chunk of a stage, of which number 0 starts the stage over. None ends it: OSError if it cannot
@@ -214,11 +216,7 @@ class ModelFolder:
             shutil.rmtree(self._unfinished, ignore_errors=True)  # of one that was cut short
         self._unfinished.mkdir(parents=True, exist_ok=True)
         trained = {slot.name: slot.of(flat) for slot in layout_of_stage(self.spec, self.layers, stage)}
-        bridges = trained_bridges(self.spec, stage, len(self.layers))
-        if bridges is not None:
-            self._bridges[stage] = bridges
-            for name, each in bridges.named_weights():
-                each.data.copy_(trained.pop(name))
+        self._stand_ins[stage] = {name: trained.pop(name).clone() for name in list(trained) if is_stand_in(name)}
         if self.base is not None:
             names = [slot.name for slot in layout_of_stage(self.spec, self.layers, stage, frozen=True)]
             trained = merged(read_base(self.base, names), trained, self.spec.lora)
@@ -272,9 +270,9 @@ class ModelFolder:
         card = ModelCard(config, self.layers, self._bytes // self.dtype.itemsize, self.run, self.iterations, self.score)
         (self._unfinished / CARD_FILE).write_text(card.text() + "\n", encoding="utf-8")
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        if self._bridges:
-            held = [self._bridges[stage] for stage in sorted(self._bridges)]
-            write_bridges(self._unfinished, self.layers, held, dtype=self.dtype)
+        if self.spec.bridges or self.spec.heals:
+            stages = [self._stand_ins[stage] for stage in range(len(self.layers))]
+            write_stand_ins(self._unfinished, StandInsInfo.of(self.spec, self.layers), stages, self.dtype)
         for path in self._unfinished.iterdir():
             fsync_path(path)
         for path in sorted(self._unfinished.iterdir()):

@@ -151,7 +151,7 @@ class CheckpointManager:
         if folder is None:
             return
         moved = folder / "checkpoints"
-        if self.spec.lora.rank:  # or what goes there would be of no use without the other disk
+        if self.spec.frozen:  # or what goes there would be of no use without the other disk
             with self._warned.tolerated(moved / BASE, "the weights that adapters are for are where they were"):
                 shutil.copytree(self.checkpoints.folder / BASE, moved / BASE, dirs_exist_ok=True)
         self.checkpoints = replace(self.checkpoints, folder=moved)
@@ -243,7 +243,7 @@ class StateReader:
         for file in self.origin.manifest.files:
             opened: Any = safe_open(self.origin.place / file.name, "pt")
             found |= dict.fromkeys(opened.keys(), opened)
-        return found | open_base(base_of(self.origin.place)) if self.spec.lora.rank else found
+        return found | open_base(base_of(self.origin.place)) if self.spec.frozen else found
 
     def state(self, stage: int, first: int, count: int) -> EncodedTensor:
         """A range of the stage's weights, optimizer state and weights that are not trained, as one sequence of
@@ -308,6 +308,8 @@ def manifest_of(
         optimizer=node_config.learning.optimizer,
         lora=node_config.lora,
         bridges=node_config.recipe.bridges,
+        adapters=node_config.recipe.adapters,
+        repeats=node_config.recipe.repeats,
     )
 
 
@@ -324,6 +326,7 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
         ("optimizer", found.optimizer, node_config.learning.optimizer),
         ("[lora]", found.lora, node_config.lora),
         ("recipe.bridges", found.bridges, node_config.recipe.bridges),
+        ("recipe.adapters", (found.adapters, found.repeats), (node_config.recipe.adapters, node_config.recipe.repeats)),
     ):
         if theirs != ours:
             raise UserError(f"{origin.place}: was made with another {name}; resume with the job it belongs to")
@@ -333,7 +336,7 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
             f"{origin.place}: its bridges are for stages of {there} layers, and the plan has {here}: set "
             f'pipeline.layers = "{there}"'
         )
-    if found.lora.rank:
+    if found.trains_adapters:
         base_of(origin.place)
     return origin
 
@@ -349,7 +352,10 @@ def export_adapter(place: Path, folder: Path) -> Manifest:
     """The adapters of a checkpoint as a folder of peft; UserError if it has none, or they cannot be written."""
     manifest = verified(place)
     if not manifest.lora.rank:
-        raise UserError(f"{place}: has no adapters: all weights were trained; export the model without --adapter")
+        what = (
+            "its adapters are for missing stages" if manifest.adapters else "has no adapters: all weights were trained"
+        )
+        raise UserError(f"{place}: {what}; export the model without --adapter")
     spec = ModelSpec(config_from(manifest.config), manifest.seed, manifest.lora)
     reader = StateReader(CheckpointOrigin(place, manifest), manifest.layers, spec)
     adapters: dict[str, Tensor] = {}
@@ -369,12 +375,13 @@ def export(place: Path, folder: Path, score: Path | None = None) -> Manifest:
     """A checkpoint as a Hugging Face folder, or nothing; UserError if it cannot be written. `score`: as in
     `ModelCard`."""
     manifest = verified(place)
-    spec = ModelSpec(config_from(manifest.config), manifest.seed, manifest.lora, manifest.bridges)
+    trained = manifest.lora, manifest.bridges, manifest.adapters, manifest.repeats
+    spec = ModelSpec(config_from(manifest.config), manifest.seed, *trained)
     reader = StateReader(CheckpointOrigin(place, manifest), manifest.layers, spec)
     run, tokenizer = place.resolve().parents[1], TextTokenizer.load(place)
     ours = manifest.run != "" and run_id_of(run) == manifest.run
     about: dict[str, Any] = {"run": run if ours else None, "iterations": manifest.iterations, "score": score}
-    about["base"] = base_of(place) if manifest.lora.rank else None
+    about["base"] = base_of(place) if manifest.trains_adapters else None
     model = ModelFolder(folder, manifest.layers, spec, tokenizer, run_id=manifest.run, **about)
     try:
         for stage in range(len(manifest.layers)):

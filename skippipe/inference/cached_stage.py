@@ -24,7 +24,8 @@ from torch import Tensor
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.model.model_spec import MASKS
-from skippipe.model.stage import Repeated, StageModel
+from skippipe.model.stage import StageModel
+from skippipe.model.stand_ins import Repeated
 from skippipe.stage_subset import Hop, Visits
 
 MIN_ROOM = 64  # tokens of a slot, at first

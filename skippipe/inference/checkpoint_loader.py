@@ -6,7 +6,7 @@ first one holds embedding and head. Weights have their names of the whole model,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -15,19 +15,27 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skippipe.checkpoint.adapters import base_of, read_base
-from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges, stored_values
-from skippipe.checkpoint.format import MANIFEST, check_file, read_manifest, verified
+from skippipe.checkpoint.bridges_file import (
+    BRIDGES_FILE,
+    StandInsInfo,
+    bridges_info,
+    load_bridges,
+    new_stand_ins,
+    stored_values,
+)
+from skippipe.checkpoint.format import MANIFEST, Manifest, check_file, read_manifest, verified
 from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError, first_line
 from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
-from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import is_stand_in
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
 
@@ -120,8 +128,8 @@ def _load(
         stages = []
         for number, each in enumerate(layer_ranges(outline.layers)):
             stage = StageModel(spec, each, ends=number == 0).eval()
+            _add_stand_ins(stage, outline, number)
             _fill(stage, weights, place)
-            _add_stand_ins(stage, outline, number, weights)
             stages.append(spread.place(stage))
         attended = context or spec.config.max_position_embeddings
         found.append(StagedModel(stages, tokenizer, prefix, attended, devices[0]))
@@ -135,17 +143,18 @@ def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = 
     if (place / MANIFEST).is_file():
         manifest = read_manifest(place)
         config, known = config_from(manifest.config), manifest.layers
-        trained = manifest.bridges
+        trained = StandInsInfo(known, manifest.bridges, manifest.adapters, repeats=manifest.repeats)
     else:
-        config, known, trained = config_named(str(place.resolve())), exported_layers(weight_map_of(place)), 0
+        config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
+        trained = StandInsInfo(known)
     spec, info = ModelSpec(config), None
     if stand_ins:
-        info = StandInsInfo(known, trained) if trained else bridges_info(place, spec.layers)
+        info = trained if trained.bridges or trained.adapters else bridges_info(place, spec.layers)
     known = info.layers if info else known
     layers = layers_of(cut, spec) if cut is not None else known or (spec.layers,)
     if info and layers != known:
         stages = f"for stages of {','.join(map(str, known))} layers; leave --cut out"
-        if trained:
+        if info is trained:
             raise UserError(f"--cut {cut}: the bridges of {place} are {stages}")
         raise UserError(f"--cut {cut}: {place / BRIDGES_FILE} is {stages}, or take that file away")
     return CheckpointOutline(place, spec, layers, info)
@@ -155,11 +164,8 @@ def load_stage(outline: CheckpointOutline, number: int) -> StageModel:
     """One stage alone, in host memory; the weights of other stages are not read, unless the files have other names for
     them."""
     stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
-    names = {name for name, _ in stage.named_weights()}
-    bridges = _stored_bridges(outline, number)
-    weights = select_weights(outline, names | ({name for name, _ in bridges.named_weights()} if bridges else set()))
-    _fill(stage, weights, outline.place)
-    _add_stand_ins(stage, outline, number, weights)
+    _add_stand_ins(stage, outline, number)
+    _fill(stage, select_weights(outline, {name for name, _ in _stored_with(stage, outline.place)}), outline.place)
     return stage
 
 
@@ -168,7 +174,7 @@ def fingerprint(place: Path) -> str:
     digest = sha256()
     if (place / MANIFEST).is_file():  # it has a hash of every file
         digest.update((place / MANIFEST).read_bytes())
-        if not read_manifest(place).lora.rank:
+        if not read_manifest(place).trains_adapters:
             return digest.hexdigest()
         place = base_of(place)
     for file in sorted(each for each in place.iterdir() if each.suffix == ".safetensors"):
@@ -214,10 +220,17 @@ def _checkpoint_weights(place: Path) -> dict[str, Tensor]:
     for file in manifest.files:
         if file.name.endswith(WEIGHTS):
             weights |= load_file(place / file.name)
-    if manifest.lora.rank:
-        base = base_of(place)
-        return merged(read_base(base, weight_map_of(base)), weights, manifest.lora)
-    return weights
+    return _with_base(place, manifest, weights) if manifest.trains_adapters else weights
+
+
+def _with_base(
+    place: Path, manifest: Manifest, trained: Mapping[str, Tensor], names: Iterable[str] | None = None
+) -> dict[str, Tensor]:
+    """Weights of these names, by default all, of a checkpoint that has only what was `trained` beside them."""
+    base = base_of(place)
+    own = weight_map_of(base) if names is None else [name for name in names if not is_stand_in(name)]
+    stand_ins = {name: each for name, each in trained.items() if is_stand_in(name)}
+    return merged(read_base(base, own), trained, manifest.lora) | stand_ins
 
 
 def _folder_weights(place: Path, config: Any) -> dict[str, Tensor]:
@@ -254,7 +267,7 @@ def select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Ten
             if file.name.endswith(WEIGHTS) and (found := _read_tensors(place / file.name, wanted)):
                 check_file(place, file)
                 weights |= found
-        return merged(read_base(base_of(place), names), weights, manifest.lora) if manifest.lora.rank else weights
+        return _with_base(place, manifest, weights, names) if manifest.trains_adapters else weights
     weights = {}
     for name in sorted(set(weight_map_of(place).values())) or ["model.safetensors"]:
         if (place / name).is_file():
@@ -280,32 +293,28 @@ def _tokenizer(place: Path, vocabulary: int) -> Any:
     return found
 
 
-def _stored_bridges(outline: CheckpointOutline, number: int) -> Bridges | None:
-    """Bridges that begin at a stage, to be filled with weights that lie among those of a checkpoint; None: there are
-    none there."""
-    info, stages = outline.stand_ins, len(outline.layers)
-    if info is None or number == stages - 1 or not (outline.place / MANIFEST).is_file():
-        return None
-    return Bridges(number, stages, outline.spec.config.hidden_size, info.bridges, 0)
-
-
-def _add_stand_ins(stage: StageModel, outline: CheckpointOutline, number: int, weights: Mapping[str, Tensor]) -> None:
-    info = outline.stand_ins
-    adapters: StageAdapters | None = None
+def _add_stand_ins(stage: StageModel, outline: CheckpointOutline, number: int) -> None:
+    """Bridges and adapters, if the model has any: as their file has them, or to be filled with weights that lie among
+    those of a checkpoint."""
+    info, place = outline.stand_ins, outline.place
     if info is None:
         return
-    if (outline.place / MANIFEST).is_file():
-        bridges = _stored_bridges(outline, number)
-        if bridges is not None:
-            _fill(bridges, weights, outline.place)
+    if (place / MANIFEST).is_file():
+        stage.stand_ins = new_stand_ins(info, number, stage).eval()
     else:
-        bridges, adapters = load_bridges(outline.place, info, number, stage)
-    stage.stand_ins = StandIns(len(info.layers), bridges, adapters, info.hop_rank).eval()
+        stage.stand_ins = load_bridges(place, info, number, stage).eval()
+
+
+def _stored_with(stage: StageModel, place: Path) -> Iterator[tuple[str, nn.Parameter]]:
+    """The weights of a stage that lie among those of the model."""
+    yield from stage.named_weights()
+    if stage.stand_ins is not None and (place / MANIFEST).is_file():
+        yield from stage.stand_ins.named_weights()
 
 
 @torch.no_grad()
-def _fill(stage: StageModel | Bridges, weights: Mapping[str, Tensor], place: Path) -> None:
-    for name, each in stage.named_weights():
+def _fill(stage: StageModel, weights: Mapping[str, Tensor], place: Path) -> None:
+    for name, each in _stored_with(stage, place):
         stored = weights.get(name)
         if stored is None:
             raise UserError(f"{place}: has no tensor '{name}'")

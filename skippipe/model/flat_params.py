@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageModel, layer_ranges, trained_bridges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import HOST_PIECE, ParamSlot
@@ -36,9 +37,9 @@ def layout(named: Iterable[tuple[str, nn.Parameter]]) -> list[ParamSlot]:
 def layout_of_stage(spec: ModelSpec, counts: tuple[int, ...], stage: int, *, frozen: bool = False) -> list[ParamSlot]:
     """The layout of the weights of any stage that are trained, or of those that are not, without making it; `counts`
     are the layers of each stage."""
-    bridges = trained_bridges(spec, stage, len(counts))
+    place = StagePlace(stage, len(counts))
     with torch.device("meta"):
-        like = StageModel(spec, layer_ranges(counts)[stage], ends=stage == 0, bridges=bridges)
+        like = StageModel(spec, layer_ranges(counts)[stage], ends=stage == 0, place=place)
     return layout(like.frozen_weights() if frozen else like.trained_weights())
 
 

@@ -83,11 +83,20 @@ def llama_config(shape: ModelShape, **others: Any) -> LlamaConfig:
 class ModelSpec:
     """A configuration and a seed, and perhaps adapters or bridges: enough to make any part of the model."""
 
-    def __init__(self, config: Any, seed: int = 0, lora: LoraConfig | None = None, bridges: int = 0) -> None:
-        """`bridges`: the rank of those that are trained with the stages; 0: there are none."""
+    def __init__(
+        self,
+        config: Any,
+        seed: int = 0,
+        lora: LoraConfig | None = None,
+        bridges: int = 0,
+        adapters: int = 0,
+        repeats: int = 0,
+    ) -> None:
+        """`bridges` and `adapters`: the ranks of those that are trained for paths that leave stages out, 0: there are
+        none; `repeats`: turns of `StageAdapters` beside a stage's own."""
         self.config = config
         self.seed = seed
-        self.bridges = bridges
+        self.bridges, self.adapters, self.repeats = bridges, adapters, repeats
         self.lora = LoraConfig()
         if getattr(config, "_attn_implementation", None) not in ATTENTION:
             config._attn_implementation = "sdpa"
@@ -118,10 +127,20 @@ class ModelSpec:
     def tied(self) -> bool:
         return bool(self.config.tie_word_embeddings)
 
+    @property
+    def heals(self) -> bool:
+        """Whether only bridges and adapters for paths that leave stages out are trained."""
+        return self.adapters > 0
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the model's own weights are not trained."""
+        return self.heals or self.lora.rank > 0
+
     def without_adapters(self) -> ModelSpec:
         """The model by itself, without bridges too."""
         found = copy(self)
-        found.lora, found.bridges = LoraConfig(), 0
+        found.lora, found.bridges, found.adapters, found.repeats = LoraConfig(), 0, 0, 0
         return found
 
     def _linear_maps(self) -> list[str]:

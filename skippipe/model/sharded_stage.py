@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams, layout, mean_squared_norm
-from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import EarlyExit, Key, StageStep, input_gradient
+from skippipe.model.stand_ins import is_bridge
 from skippipe.optim.interface import BLOCK, HOST_PIECE, Optimizer, ParamSlot
+from skippipe.stage_subset import Hop
 
 
 class Segment(NamedTuple):
@@ -189,7 +190,8 @@ class ShardedStep:
 
     def __init__(self, parts: Sequence[StageStep]) -> None:
         """The parts hold the stage's layers in their order; the first has the ends, if the stage has them, and the last
-        has the bridges."""
+        has the bridges. There are no adapters for missing stages: repeats would go through all parts again."""
+        assert all(each.model.adapters is None for each in parts)
         self.parts = parts
         self.device = parts[0].device
         trained = whole_layout(each.model.trained_weights() for each in parts)
@@ -198,19 +200,24 @@ class ShardedStep:
         self._passages: dict[Key, Passage] = {}
         self._exits: dict[Key, EarlyExit] = {}
 
-    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, target: int = 0) -> Tensor:
+    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, hop: Hop | None = None) -> Tensor:
         outputs = self._through(key, self.parts[0].begin(key, tokens, starts), starts, 1)
-        bridged = self._pass(key, outputs, 1.0, target)
+        bridged = self._pass(key, outputs, 1.0, hop)
         self._exit_early(key)
         return bridged
 
     def forward(
-        self, key: Key, hidden: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
+        self,
+        key: Key,
+        hidden: Tensor,
+        residual_scale: float = 1.0,
+        starts: Tensor | None = None,
+        hop: Hop | None = None,
     ) -> Tensor:
         outputs = self._through(key, hidden, starts, 0)
         if residual_scale != 1.0:
             outputs = torch.lerp(hidden.to(outputs.device, outputs.dtype), outputs, residual_scale)
-        return self._pass(key, outputs, residual_scale, target)
+        return self._pass(key, outputs, residual_scale, hop)
 
     def head(
         self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, share: float = 1.0, counts: bool = True
@@ -268,17 +275,12 @@ class ShardedStep:
             hidden = part.forward(key, hidden.to(part.device), starts=_moved(starts, part.device))
         return hidden
 
-    def _pass(self, key: Key, outputs: Tensor, scale: float, target: int) -> Tensor:
+    def _pass(self, key: Key, outputs: Tensor, scale: float, hop: Hop | None) -> Tensor:
         """What goes on from the stage: over a bridge, if the path leads past other stages."""
-        last = self.parts[-1]
-        bridges = last.model.bridges
-        if bridges is None or target <= bridges.stage + 1:
-            self._passages[key] = Passage(scale, outputs)
-            return outputs
-        leaf = outputs.detach().requires_grad_()
+        last, leaf = self.parts[-1], outputs.detach().requires_grad_()
         with last.autocast():
-            bridged: Tensor = bridges(leaf, torch.full((len(leaf),), target, device=leaf.device))
-        self._passages[key] = Passage(scale, leaf, bridged)
+            bridged = last.model.cross(leaf, hop)
+        self._passages[key] = Passage(scale, outputs) if bridged is leaf else Passage(scale, leaf, bridged)
         return bridged.detach()
 
     def _exit_early(self, key: Key) -> None:

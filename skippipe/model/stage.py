@@ -1,56 +1,40 @@
 """A stage: consecutive layers of a model as one module. Stage 0 also has the embedding, the final norm and the head.
 
-A bridge stands in for the stages that a hop skips. A stage holds one for each later stage that a hop may
-skip to, and one for the head. It adds to the activations a small map of its own: a gain for every channel, and a matrix
-of low rank,
-
-    h + gain · n + up(down(n)),  n = h / rms(h)
-
-Gain and `up` are zero at the start, so an untrained bridge changes nothing. Both are linear in n: what layers add on
-average is close to that, and it costs a few thousandths of a stage's work.
-
-Adapters are the other stand-in: matrices of low rank beside every linear map of a stage's layers, as in
-LoRA. Their part is the larger the more stages a microbatch skips, and nothing for one that visits them all: so the
-whole model does not depend on them.
-
-With adapters, a stage can also take the place of stages that are missing after it (repeats): its layers run again on
-their own output, with adapters of their own for each of these turns, as in a recursive transformer (Bae et al.,
-"Relaxed Recursive Transformers", 2024).
+Bridges and adapters of a stage, for others that a path leaves out, are in `stand_ins`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from math import sqrt
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from skippipe.model.lora import initial, is_adapter
 from skippipe.model.model_spec import ModelSpec, is_linear
+from skippipe.model.stand_ins import (
+    AdaptedLinear,
+    Repeated,
+    StageAdapters,
+    StagePlace,
+    StandIns,
+    is_stand_in,
+    trained_stand_ins,
+)
 from skippipe.stage_subset import Hop
-
-BRIDGE = "bridges."  # how the names of their weights begin
-GATE = 0.5  # of repeats, at the start
-EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
-
-
-Repeated = Callable[[Tensor, int], Tensor]
-"""Called with hidden states and a turn of `StageAdapters`: the output of the stage's layers."""
 
 
 class StageModel(nn.Module):
     """The layers of one stage, of which no others are made; master weights are fp32, whatever is computed in."""
 
     def __init__(
-        self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False, bridges: Bridges | None = None
+        self, spec: ModelSpec, layers: range, *, ends: bool, recompute: bool = False, place: StagePlace | None = None
     ) -> None:
-        """`bridges` are those that begin here, if they are trained with the stage."""
+        """`place`: where it is in the pipeline, for bridges and adapters that are trained with it; None: without."""
         super().__init__()
-        self.bridges = bridges
         self.numbers = layers
         self.recompute = recompute
         self.spec = spec
@@ -62,14 +46,14 @@ class StageModel(nn.Module):
         self.head = spec.head() if ends else None
         if self.embedding is not None and self.head is not None and spec.tied:
             self.head.weight = self.embedding.weight
+        self.requires_grad_(not spec.frozen)
         if spec.lora.rank:
-            self.requires_grad_(False)
             for number, layer in zip(layers, self.layers, strict=True):
                 add_lora(layer, f"model.layers.{number}", spec)
         self.devices: tuple[str, ...] = ()
         """Those that its layers are spread over, at inference (see `spread_layers`); empty: it is on one."""
-        self.stand_ins: StandIns | None = None
-        """For other stages that are missing, at inference."""
+        self.stand_ins: StandIns | None = None if place is None else trained_stand_ins(self, place)
+        """For other stages that are missing: those that are trained with it, or loaded beside it."""
         self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
         self._watch_routers()
@@ -87,13 +71,18 @@ class StageModel(nn.Module):
         """
         dtype = hidden.dtype
         positions, rotation, masks = self._positions_and_masks(hidden, starts)
+        contexts = noop_context_fn if self.adapters is None else self.adapters.checkpoint_contexts
         for layer, kind in list(zip(self.layers, self._kinds, strict=True))[only]:
             inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
             if self.recompute and torch.is_grad_enabled():
-                hidden = checkpoint(layer, hidden, use_reentrant=False, **inputs)
+                hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts, **inputs)
             else:
                 hidden = layer(hidden, **inputs)
         return hidden.to(dtype)
+
+    @property
+    def adapters(self) -> StageAdapters | None:
+        return None if self.stand_ins is None else self.stand_ins.adapters
 
     def set_hop(self, hop: Hop | None) -> None:
         """How the path of the next forward passes goes on from here; None: no stage is missing."""
@@ -106,7 +95,8 @@ class StageModel(nn.Module):
         a sequence at once."""
         if hop is None or self.stand_ins is None:
             return hidden
-        return self.stand_ins.cross(hidden, hop, repeated or (lambda given, _turn: self(given)))
+        recompute = self.recompute and torch.is_grad_enabled()
+        return self.stand_ins.cross(hidden, hop, repeated or (lambda given, _turn: self(given)), recompute=recompute)
 
     def loss(self, hidden: Tensor, labels: Tensor, counted: Tensor | None = None) -> Tensor:
         """The loss of the next token, the mean over all tokens of the microbatch that count: negative labels do not.
@@ -139,12 +129,16 @@ class StageModel(nn.Module):
         everywhere = self.spec.routers(range(self.spec.layers))
         return self.spec.balance_weight * total / everywhere
 
+    def drop_scores(self) -> None:
+        """Forget the routers' scores of forward passes that have no balancing loss."""
+        self._scores.clear()
+
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names that they have in the whole model; LoRA's adapters and bridges are not among them."""
-        yield from (pair for pair in self._named_parameters() if not is_adapter(pair[0]) and not is_bridge(pair[0]))
+        """Under the names that they have in the whole model; adapters and bridges are not among them."""
+        yield from (pair for pair in self._named_parameters() if not is_adapter(pair[0]) and not is_stand_in(pair[0]))
 
     def trained_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The weights that training changes: LoRA's adapters, or all if there are none."""
+        """The weights that training changes: LoRA's adapters, bridges and adapters for missing stages, or all."""
         yield from (pair for pair in self._named_parameters() if pair[1].requires_grad)
 
     def frozen_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -176,8 +170,8 @@ class StageModel(nn.Module):
             yield from ((f"model.norm.{name}", each) for name, each in self.norm.named_parameters())
             if not self.spec.tied:
                 yield from ((f"lm_head.{name}", each) for name, each in self.head.named_parameters())
-        if self.bridges is not None:
-            yield from self.bridges.named_weights()
+        if self.stand_ins is not None:
+            yield from self.stand_ins.named_weights()
 
     def _positions_and_masks(
         self, hidden: Tensor, starts: Tensor | None
@@ -247,182 +241,3 @@ def add_lora(layer: nn.Module, name: str, spec: ModelSpec) -> None:
             if not linear.weight.is_meta:
                 linear.weight.data = initial(f"{path}.{part}.weight", tuple(linear.weight.shape), spec.seed)
             module.add_module(part, linear)
-
-
-class Bridges(nn.Module):
-    """All bridges that begin at one stage."""
-
-    def __init__(self, stage: int, stages: int, width: int, rank: int, seed: int) -> None:
-        """A model of so many `stages`, which is also the number by which the head is a target, and `width` channels."""
-        super().__init__()
-        self.stage = stage
-        targets = torch.arange(stage + 2, stages + 1)
-        self.targets: Tensor
-        self.register_buffer("targets", targets, persistent=False)
-        count = len(targets)
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + stage)
-        self.down = nn.Parameter(torch.randn(count, width * rank, generator=generator) / sqrt(width))
-        self.up = nn.Parameter(torch.zeros(count, rank * width))
-        self.gain = nn.Parameter(torch.zeros(count * width))  # flat, as what is no matrix does not decay
-        self.width = width
-
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """`hidden` is [samples, sequence, width]; `targets` are the stages that the samples go to, and those for the
-        next stage pass unchanged.
-
-        The bridge of a sample is data, not shape: all samples go through one product of matrices, each with its own.
-        """
-        chosen = (targets[:, None] == self.targets).to(self.down.dtype)
-        samples = len(hidden)
-        down = (chosen @ self.down).view(samples, self.width, -1)
-        up = (chosen @ self.up).view(samples, -1, self.width)
-        gain = (chosen @ self.gain.view(-1, self.width)).unsqueeze(1)
-        normed = functional.rms_norm(hidden, (self.width,), eps=EPSILON)
-        return (hidden + (normed @ down @ up + normed * gain)).to(hidden.dtype)
-
-    def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under the names that they have among all weights that are trained."""
-        yield from ((f"{BRIDGE}{self.stage}.{part}", each) for part, each in self.named_parameters())
-
-
-def is_bridge(name: str) -> bool:
-    """Whether a weight of this name, or the optimizer's state for it, is a bridge's."""
-    return name.startswith(BRIDGE) or f".{BRIDGE}" in name
-
-
-def trained_bridges(spec: ModelSpec, stage: int, stages: int) -> Bridges | None:
-    """The bridges that are trained with a stage, as they are at the start; None: there are none."""
-    if not spec.bridges or stage >= stages - 1:
-        return None
-    return Bridges(stage, stages, spec.config.hidden_size, spec.bridges, spec.seed)
-
-
-def bridges_of(stages: int, width: int, rank: int, seed: int) -> list[Bridges]:
-    """The bridges of every stage but the last, after which there is none to skip; none at all with rank 0."""
-    return [Bridges(stage, stages, width, rank, seed) for stage in range(stages - 1)] if rank else []
-
-
-class AdaptedLinear(nn.Linear):
-    """A linear map of a layer with an adapter beside it; its weights and their names are as before."""
-
-    adapter: LinearAdapter
-
-    def forward(self, input: Tensor) -> Tensor:
-        made = super().forward(input)
-        stage = self.adapter.stage
-        if stage.scale is None:
-            return made
-        down, up = self.adapter.of_turn(stage.turn) if stage.repeats else (self.adapter.down, self.adapter.up)
-        low = functional.linear(input, down) * stage.scale.to(input.device)
-        return made + functional.linear(low.to(input.dtype), up)
-
-
-def adapted_maps(layer: nn.Module) -> list[AdaptedLinear]:
-    """The linear maps of a layer that have adapters, which are no submodules of it."""
-    return [module for module in layer.modules() if isinstance(module, AdaptedLinear)]
-
-
-class LinearAdapter(nn.Module):
-    """up(down(x)); zero at the start."""
-
-    stage: StageAdapters
-
-    def __init__(self, of: nn.Linear, rank: int, generator: torch.Generator) -> None:
-        super().__init__()
-        self.down = nn.Parameter(torch.randn(rank, of.in_features, generator=generator) / sqrt(of.in_features))
-        self.up = nn.Parameter(torch.zeros(of.out_features, rank))
-
-    def of_turn(self, turn: int) -> tuple[Tensor, Tensor]:
-        """The part of the rank that is for this turn of the stage."""
-        each = self.stage.rank // (self.stage.repeats + 1)
-        here = slice(turn * each, (turn + 1) * each)
-        return self.down[here], self.up[:, here]
-
-
-class StageAdapters(nn.Module):
-    """The adapters of a stage, kept beside its weights."""
-
-    def __init__(self, stage: StageModel, rank: int, seed: int, repeats: int = 0) -> None:
-        """Every linear map of the stage's layers becomes an `AdaptedLinear`."""
-        super().__init__()
-        self.repeats = repeats
-        """Of the stages that are missing after it, how many it takes the place of. All turns share the rank."""
-        self.turn = 0
-        """Of the next forward pass: 0 for the stage itself, 1, 2, … where it takes the place of those after it."""
-        if repeats:  # flat, as what is no matrix does not decay
-            self.gates = nn.Parameter(torch.full((repeats * stage.spec.config.hidden_size,), GATE))
-            """How much of what the layers add in each turn but the first counts, for each channel."""
-        self.unscaled: Tensor
-        self.register_buffer("unscaled", torch.ones(1, 1, 1), persistent=False)
-        self.scale: Tensor | None = None
-        """How strong adapters are for each sample of the next forward pass, [samples, 1, 1], or each of their ranks,
-        [samples, 1, rank]; None: not at all."""
-        self.rank = rank
-        self.names: list[str] = []
-        """Of the linear maps that have adapters, in the whole model."""
-        self.parts = nn.ModuleList()
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + stage.numbers.start)
-        for name, module in list(stage.linear_maps()):
-            adapter = LinearAdapter(module, rank, generator)
-            module.__class__ = AdaptedLinear  # not a module around it, which would rename its weights
-            object.__setattr__(adapter, "stage", self)  # references, not submodules
-            object.__setattr__(module, "adapter", adapter)
-            self.names.append(name)
-            self.parts.append(adapter)
-
-    def repeat(self, turn: int, hidden: Tensor, layers: Repeated) -> Tensor:
-        """What the stage makes of its own output in the place of the stage so many after it."""
-        scale = self.scale
-        self.turn, self.scale = turn, self.unscaled
-        try:
-            added = layers(hidden, turn) - hidden
-        finally:
-            self.turn, self.scale = 0, scale
-        gate = self.gates.view(self.repeats, -1)[turn - 1].to(hidden.device)
-        return hidden + (added * gate).to(hidden.dtype)
-
-
-def adapter_scale(missing: Tensor, left_out: Tensor, stages: int, rank: int, hop_rank: int) -> Tensor:
-    """`StageAdapters.scale` of samples that leave out so many of the stages each, and so many of these by the hop from
-    the stage. Of the rank, the last `hop_rank` are divided equally among hops that leave out 0, 1, … up to half of the
-    stages; those before are the same for all hops.
-    """
-    scale = (missing * (2 / stages)).view(-1, 1, 1)
-    if not hop_rank:
-        return scale
-    hops, here = stages // 2 + 1, left_out.view(-1, 1, 1)
-    hop_of = torch.arange(hop_rank, device=missing.device) * hops // hop_rank
-    by_hop = torch.where(here > 0, 1.0, scale) * (hop_of == here.clamp(max=hops - 1))
-    return torch.cat([scale.expand(-1, 1, rank - hop_rank), by_hop], -1)
-
-
-class StandIns(nn.Module):
-    """Bridges and adapters of a stage at inference, where all samples take the same path."""
-
-    def __init__(self, stages: int, bridges: Bridges | None, adapters: StageAdapters | None, hop_rank: int) -> None:
-        super().__init__()
-        self.bridges = bridges
-        self.adapters = adapters
-        self._stages, self._hop_rank = stages, hop_rank
-        self._scales: dict[Hop | None, Tensor | None] = {None: None}
-
-    def set_hop(self, hop: Hop | None) -> None:
-        if self.adapters is None:
-            return
-        if hop not in self._scales:
-            assert hop is not None
-            device = next(self.adapters.parameters()).device
-            missing, left_out = (torch.tensor([each], device=device) for each in (hop.missing, hop.left_out))
-            self._scales[hop] = adapter_scale(missing, left_out, self._stages, self.adapters.rank, self._hop_rank)
-        self.adapters.scale = self._scales[hop]
-
-    def cross(self, hidden: Tensor, hop: Hop, repeated: Repeated) -> Tensor:
-        if self.adapters is not None:
-            for turn in range(1, min(self.adapters.repeats, hop.left_out) + 1):
-                hidden = self.adapters.repeat(turn, hidden, repeated)
-        if self.bridges is None or not hop.left_out:
-            return hidden
-        bridges, at, width = self.bridges, hop.left_out - 1, self.bridges.width
-        normed = functional.rms_norm(hidden, (width,), eps=EPSILON)
-        low = normed @ bridges.down[at].view(width, -1) @ bridges.up[at].view(-1, width)
-        return (hidden + (low + normed * bridges.gain.view(-1, width)[at])).to(hidden.dtype)

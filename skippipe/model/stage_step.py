@@ -9,8 +9,8 @@ Where activations are recomputed, to save memory, the copies are autocast's, for
 
 The head takes a large microbatch in pieces, because logits are many times its size.
 
-What a stage adds to a microbatch may be scaled up, for the stages that were skipped; or a bridge stands in for those
-between the stage and the one where the path goes on. And the head may also look at the
+What a stage adds to a microbatch may be scaled up, for the stages that were skipped; or adapters and a bridge stand in
+for those between the stage and the one where the path goes on (see `stand_ins`). And the head may also look at the
 output of stage 0 alone (early exit), which then learns from that loss too.
 
 A split backward gives input gradients at once, because other nodes wait for them, and weight gradients later. The
@@ -31,8 +31,10 @@ from torch.nn import functional
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams, WeightCopies
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import Bridges, StageModel
+from skippipe.model.stage import StageModel
+from skippipe.model.stand_ins import LinearAdapter, StagePlace
 from skippipe.optim.config import OptimConfig
+from skippipe.stage_subset import Hop
 from skippipe.workload import head_pieces
 
 DeferredGradients = list[tuple[Tensor, Tensor, Tensor]]
@@ -116,8 +118,8 @@ class SavedForBackward(NamedTuple):
     """The balancing loss of the stage's routers."""
     early: Tensor | None = None
     """The gradient of the outputs, by the loss of an early exit."""
-    bridged: Tensor | None = None
-    """The outputs with what their bridge adds, if the path goes over one."""
+    crossed: Tensor | None = None
+    """What goes on from the stage, if something stands in for others that the path leaves out."""
 
 
 class EarlyExit(NamedTuple):
@@ -144,10 +146,10 @@ class StageStep:
         split_backward: bool = False,
         compiled: bool = False,
         offload: bool = False,
-        bridges: Bridges | None = None,
+        place: StagePlace | None = None,
     ) -> None:
-        """`offload`: the optimizer's state is held in host memory."""
-        self.model = StageModel(spec, layers, ends=ends, recompute=recompute, bridges=bridges).to(device)
+        """`offload`: the optimizer's state is held in host memory. `place` is that of `StageModel`."""
+        self.model = StageModel(spec, layers, ends=ends, recompute=recompute, place=place).to(device)
         if compute_dtype == "bf16":
             self.model.frozen_to(torch.bfloat16)
         trained, frozen = self.model.trained_weights(), self.model.frozen_weights()
@@ -170,22 +172,27 @@ class StageStep:
             self._compile()
         self._split = split_backward
 
-    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, target: int = 0) -> Tensor:
+    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, hop: Hop | None = None) -> Tensor:
         """The forward pass at the data node. Like any other, it replaces an earlier one of the same microbatch."""
         with self.autocast():
-            outputs = self._forward(key, self._rounded(self.model.embed(tokens)), starts=starts, target=target)
+            outputs = self._forward(key, self._rounded(self.model.embed(tokens)), starts=starts, hop=hop)
         self._exit_early(key)
         return outputs
 
     def forward(
-        self, key: Key, hidden: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
+        self,
+        key: Key,
+        hidden: Tensor,
+        residual_scale: float = 1.0,
+        starts: Tensor | None = None,
+        hop: Hop | None = None,
     ) -> Tensor:
         """The forward pass of the stage, whose contribution to the residual stream is multiplied by this scale.
 
-        `starts` is where conversations begin (see `StageModel.forward`); `target` the stage where the path goes on, or
-        the number of stages for the head: past other stages it goes over a bridge, if there are any."""
+        `starts` is where conversations begin (see `StageModel.forward`); `hop` how a path that leaves stages out goes
+        on, None for one that visits all."""
         inputs = self._rounded(hidden).detach().requires_grad_()
-        return self._forward(key, inputs, residual_scale, starts, target)
+        return self._forward(key, inputs, residual_scale, starts, hop)
 
     def head(
         self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, share: float = 1.0, counts: bool = True
@@ -205,10 +212,10 @@ class StageStep:
         """The gradient for the node before; None at the data node, where the microbatch began."""
         held = self.held.pop(key)
         counts = counts and key not in self.deferred  # or it came before, and counts when what was deferred is added
-        roots, gradients = [held.outputs if held.bridged is None else held.bridged], [gradient]
-        if held.early is not None and held.bridged is None:
+        roots, gradients = [held.outputs if held.crossed is None else held.crossed], [gradient]
+        if held.early is not None and held.crossed is None:
             gradients = [gradient + held.early]
-        elif held.early is not None:  # what an early exit looks at comes before the bridge
+        elif held.early is not None:  # what an early exit looks at comes before what stands in for other stages
             roots.append(held.outputs)
             gradients.append(held.early)
         gradients = [each.to(root.dtype) for root, each in zip(roots, gradients, strict=True)]
@@ -216,8 +223,7 @@ class StageStep:
             roots.append(held.balance)
             gradients.append(torch.ones_like(held.balance))
         back = input_gradient(held.inputs, roots, gradients, counts)
-        with torch.no_grad():
-            self.model.balance()  # routers that were recomputed have noted their scores again: not for the next one
+        self.model.drop_scores()  # routers that were recomputed have noted them again: not for the next microbatch
         if self._split and counts:
             self.deferred[key] = self._deferred_now.copy()
         self._deferred_now.clear()
@@ -232,8 +238,10 @@ class StageStep:
 
     @torch.no_grad()
     def evaluate(self, given: Tensor, starts: Tensor | None = None) -> Tensor:
-        """A forward pass that leaves nothing behind: of tokens at the data node, else of activations."""
+        """A forward pass through the whole model that leaves nothing behind: of tokens at the data node, else of
+        activations."""
         self._refresh_copies()
+        self.model.set_hop(None)
         with self.autocast():
             hidden = given if given.is_floating_point() else self.model.embed(given)
             outputs: Tensor = self.model(self._rounded(hidden), starts)
@@ -260,19 +268,26 @@ class StageStep:
         self._deferred_now.clear()
 
     def _forward(
-        self, key: Key, inputs: Tensor, residual_scale: float = 1.0, starts: Tensor | None = None, target: int = 0
+        self,
+        key: Key,
+        inputs: Tensor,
+        residual_scale: float = 1.0,
+        starts: Tensor | None = None,
+        hop: Hop | None = None,
     ) -> Tensor:
         self.held.pop(key, None)  # before the new one takes its memory; what was deferred is due all the same
         self._refresh_copies()
+        self.model.set_hop(hop)
         with self.autocast():
             outputs: Tensor = self.model(inputs, starts)
             if residual_scale != 1.0:
                 outputs = torch.lerp(inputs, outputs, residual_scale)
-            bridges, bridged = self.model.bridges, None
-            if bridges is not None and target > bridges.stage + 1:
-                bridged = bridges(outputs, torch.full((len(outputs),), target, device=outputs.device))
-            self.held[key] = SavedForBackward(inputs, outputs, self.model.balance(), bridged=bridged)
-        return (outputs if bridged is None else bridged).detach()
+            balance = self.model.balance()
+            crossed = self.model.cross(outputs, hop, lambda given, _turn: self.model(given, starts))
+            self.model.drop_scores()  # those of repeats
+        changed = None if crossed is outputs else crossed
+        self.held[key] = SavedForBackward(inputs, outputs, balance, crossed=changed)
+        return crossed.detach()
 
     def _head(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
         self._refresh_copies()
@@ -302,11 +317,15 @@ class StageStep:
         return hidden.to(torch.bfloat16) if self._low_precision else hidden
 
     def _linear_weights(self, recompute: bool) -> dict[str, nn.Parameter]:
-        """Weights of which there are copies: of the layers, unless these are recomputed, and of a head of its own."""
+        """Weights of which there are copies: of the layers and their adapters, unless these are recomputed, and of a
+        head of its own."""
         linear = [] if recompute else [each for each in self.model.layers.modules() if type(each) in LINEAR]
         if self.model.head is not None and not self.model.spec.tied:
             linear.append(self.model.head)
         wanted = {id(each.weight) for each in linear}
+        for adapter in self.model.adapters.parts if self.model.adapters and not recompute else ():
+            assert isinstance(adapter, LinearAdapter)
+            wanted |= {id(adapter.down), id(adapter.up)}
         return {name: each for name, each in self.model.trained_weights() if id(each) in wanted}
 
     def _refresh_copies(self) -> None:
@@ -338,7 +357,7 @@ class StageStep:
 def input_gradient(inputs: Tensor, roots: list[Tensor], gradients: list[Tensor], counts: bool) -> Tensor | None:
     """The gradient of the inputs, None if they come from the embedding; if it counts, the weights' are added up."""
     arrived = inputs.is_leaf and inputs.requires_grad
-    if counts and any(root.requires_grad for root in roots):  # an embedding that is not trained, alone, is not
+    if counts and any(root.requires_grad for root in roots):  # not where nothing that is trained was used
         torch.autograd.backward(roots, gradients)
         return inputs.grad if arrived else None
     return torch.autograd.grad(roots, [inputs], gradients)[0] if arrived else None

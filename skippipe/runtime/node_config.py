@@ -62,7 +62,8 @@ class NodeConfig:
     def spec(self) -> ModelSpec:
         from skippipe.model.model_spec import ModelSpec, config_from
 
-        return ModelSpec(config_from(self.config), self.seed, self.lora, self.recipe.bridges)
+        trained = self.recipe.bridges, self.recipe.adapters, self.recipe.repeats
+        return ModelSpec(config_from(self.config), self.seed, self.lora, *trained)
 
     def sampler(self, folder: Path | None = None) -> BatchSampler:
         """The text that is trained on, from here or from where this machine keeps it."""

@@ -24,8 +24,8 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.sharded_stage import ShardedStep
-from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import is_stand_in
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.device_copies import Copies, copies_of
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
@@ -94,7 +94,7 @@ class StageExecutor:
             return make(weights.gradient, codec, offload)
         if len(workload.gradient_rounds(self._stage, self._layers[self._stage])) == 1:
             return make(weights.gradient, low_rank.factors, offload)
-        slots = [(slot.start, slot.shape) for slot in weights.slots if not is_bridge(slot.name)]
+        slots = [(slot.start, slot.shape) for slot in weights.slots if not is_stand_in(slot.name)]
         return LowRankAverager(weights.gradient, low_rank, factored_matrices(slots, low_rank), make, offload)
 
     def run(self, work: ops.Op) -> Any:
@@ -304,7 +304,7 @@ class StageExecutor:
             tokens, _ = self._batch(task)
             assert self._sampler is not None
             starts = self._sampler.starts(task.iteration, task.data)
-            begun = self.tasks.begin(key, tokens, self._on_device(starts), task.target)
+            begun = self.tasks.begin(key, tokens, self._on_device(starts), task.hop)
             return ops.OpResult(self._encode_hop(begun, task.wire_dtype, starts))
         if task.is_weights:
             self.tasks.weight_gradients(key, counts=task.counts)
@@ -313,7 +313,7 @@ class StageExecutor:
         if task.step < task.length:
             residual_scale = self._recipe.residual_scale(len(self._layers), task.length)
             starts = self._starts(task.given)
-            outputs = self.tasks.forward(key, given, residual_scale, self._on_device(starts), task.target)
+            outputs = self.tasks.forward(key, given, residual_scale, self._on_device(starts), task.hop)
             return ops.OpResult(self._encode_hop(outputs, task.wire_dtype, starts))
         if task.step == task.length:
             _, labels = self._batch(task)

@@ -16,8 +16,9 @@ from skippipe.errors import UserError
 from skippipe.model.flat_params import layout
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.sharded_stage import ShardedStep, check_blocks, whole_layout
-from skippipe.model.stage import StageModel, layer_ranges, trained_bridges
+from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
 from skippipe.runtime.device_pool import DevicePool
@@ -106,17 +107,22 @@ def _device_parts(plan: Plan, stage: int, devices: int) -> list[tuple[int, range
 
 
 def check_sharding(plan: Plan, spec: ModelSpec) -> None:
-    """UserError if a node is to divide its stage over devices as its optimizer cannot; nodes find it out only when they
-    build their stages."""
+    """UserError if a node is to divide its stage over devices, and its optimizer or healing cannot; nodes find it out
+    only when they build their stages."""
     for number, stage in plan.stage_of.items():
         node = plan.cluster.nodes[number]
         if not _is_sharded(plan, number, range(node.devices)):
             continue
-        held, bridges = _device_parts(plan, stage, node.devices), trained_bridges(spec, stage, len(plan.layers))
+        if spec.heals:
+            raise UserError(
+                f"recipe.heal: '{node.name}' would divide stage {stage} over its {node.devices} devices, and healing "
+                'needs a stage on one device: set devices to 1 or device_mode to "replicas" for it in the cluster file'
+            )
+        held, place = _device_parts(plan, stage, node.devices), StagePlace(stage, len(plan.layers))
         with torch.device("meta"):
             last = held[-1][0]
             models = [
-                StageModel(spec, part, ends=stage == 0 and at == 0, bridges=bridges if at == last else None)
+                StageModel(spec, part, ends=stage == 0 and at == 0, place=place if at == last else None)
                 for at, part in held
             ]
         trained = [list(each.trained_weights()) for each in models]
@@ -156,7 +162,7 @@ def build_stage_executor(
             split_backward=plan.split_backward,
             compiled=node_config.compiled,
             offload=plan.workload.offload == "optimizer",
-            bridges=trained_bridges(spec, stage, len(plan.layers)) if at == held[-1][0] else None,
+            place=StagePlace(stage, len(plan.layers)) if at == held[-1][0] else None,
         )
         for at, part in held
     ]

@@ -261,6 +261,13 @@ class Variant:
             raise UserError(f"variant '{self.name}': recipe.skip: say which share of the stages is skipped; '0': none")
         if self.breaks and self.recipe.bridges:
             raise UserError(f"variant '{self.name}': bridges need the rules: leave out 'breaks', or recipe.bridges")
+        if self.recipe.heal and not (self.recipe.bridges or self.recipe.adapters):
+            raise UserError(
+                f"variant '{self.name}': recipe.heal: there is nothing to train; add recipe.adapters or "
+                "recipe.bridges, such as 32"
+            )
+        if self.recipe.heal and not self.recipe.heal_at:
+            raise UserError(f"variant '{self.name}': recipe.heal: must be more than 0: a study trains a model first")
         if self.recipe.heal and self.traffic.gradients:
             raise UserError(f"variant '{self.name}': traffic.gradients: not with recipe.heal; leave out one of them")
         if self.heal_epochs > 1 and not self.recipe.heal:

@@ -23,7 +23,8 @@ from skippipe.codecs import compile_on_device
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import EPSILON, Bridges, StageAdapters, StageModel, adapter_scale, bridges_of, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import EPSILON, Bridges, StageAdapters, adapter_scale, bridges_of
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
@@ -392,6 +393,7 @@ class Engine:
                 left_out = (targets - step.stage - 1).view(-1, 1, 1)
                 for turn in range(1, min(self.recipe.repeats, len(self.stages) - step.stage - 1) + 1):
                     made = torch.where(left_out >= turn, self._repeat(step.stage, turn, made), made)
+                model.drop_scores()  # those of repeats
             if shape.skipping and step.stage < len(self.bridges):
                 made = self.bridges[step.stage](made, targets)
             if teacher is not None and self.recipe.distill_hidden:

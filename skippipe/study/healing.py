@@ -1,6 +1,6 @@
 """Healing: minutes of training after which a finished model answers well when stages are missing.
 
-The model itself is frozen and stays as it is. Bridges and adapters (see `model.stage`) learn from it: the part of the
+The model itself is frozen and stays as it is. Bridges and adapters (see `stand_ins`) learn from it: the part of the
 model that a path visits is to say what the whole model says, and its hidden states are to be those of the whole model
 where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
 missing stage to half of them, get the same share of the text. From its second time on, the text is partly drawn anew
@@ -392,7 +392,8 @@ def begin_healing(
     )
     for number, each in enumerate(learned):
         begun = engine.bridges[number] if kept.bridges and number < len(engine.bridges) else None
-        fill_stand_ins(each, number, begun, engine.adapters[number] if kept.adapters else None)
+        parts = (begun, engine.adapters[number] if kept.adapters else None)
+        fill_stand_ins(each, *(part for part in parts if part is not None))
     if not kept.adapters:
         _set_gates(engine, 0.0)  # until it begins, the model is as it was
     tokens = min(MOST_TOKENS, PASSES * train.tokens) if settings.tokens is None else settings.tokens

@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skippipe.model.stage import EPSILON, AdaptedLinear, Bridges, StageAdapters, StageModel, adapted_maps
+from skippipe.model.stage import StageModel
+from skippipe.model.stand_ins import EPSILON, AdaptedLinear, Bridges, StageAdapters, adapted_maps
 
 RIDGE = 1e-3  # added to the mean square of every channel, relative to their mean
 TURNS = 4

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple
 
 from skippipe.errors import UserError
@@ -32,8 +31,7 @@ from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of
 from skippipe.planner.published import Example, published_plan
 from skippipe.planner.strategies import make_plan_for
 from skippipe.simulator import simulate
-from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of, path_length_text
-from skippipe.stage_subset import draw_subsets
+from skippipe.skip_schedule import PathLength, SkipSchedule, mean_repeats, parts_of, path_length_text
 from skippipe.study.config import PlanSettings, Study, Traffic, Variant
 from skippipe.timeline import Timing
 from skippipe.toml_config import from_table
@@ -43,7 +41,6 @@ from skippipe.workload import Workload
 FORMAT, VERSION = "skippipe-study-times", 2
 SEED = 0  # of the planner
 TEACHER_SHARE = 1 / 3  # of a whole iteration: the forward pass
-PATHS = 1000  # of a length, at most, for means over them
 TIME_S = Range(0, CENTURY_S.most, above=True)
 PlanningProgress = Callable[[str, float], None]
 """What is planned, and what share of all plans is done."""
@@ -240,14 +237,7 @@ def _stand_ins_s(recipe: SkipSchedule, stages: int, phase: TimedPhase, own_s: fl
     if phase.young or (recipe.heal and not phase.heals) or not skipping:
         return 0.0
     taught_s = TEACHER_SHARE * whole_s * len(skipping) / len(lengths) if recipe.distill else 0.0
-    return taught_s + own_s * sum(_repeated(stages, each, recipe.repeats) for each in skipping) / sum(lengths)
-
-
-@cache
-def _repeated(stages: int, visited: int, repeats: int) -> float:
-    """How often stages of a path take the place of others, in the mean over paths."""
-    paths = draw_subsets(stages, visited, PATHS, SEED) if repeats else [tuple(range(stages))]
-    return fmean(sum(min(repeats, target - stage - 1) for stage, target in pairwise((*path, stages))) for path in paths)
+    return taught_s + own_s * mean_repeats(stages, Counter(lengths), recipe.repeats)
 
 
 @cache  # used again and again by runs and tables

@@ -26,7 +26,8 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import TEXT_FIELDS
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named
-from skippipe.model.stage import is_bridge, layer_ranges, trained_bridges
+from skippipe.model.stage import layer_ranges
+from skippipe.model.stand_ins import is_bridge, trained_bridges
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, Optimizer, ParamSlot
 from skippipe.plan import Plan
@@ -80,7 +81,7 @@ def young_of(run: Path) -> CheckpointOrigin:
     origin = Checkpoints.of_run(run).newest_sound()
     if origin is None:
         raise UserError(f"{run}: has no sound checkpoint to grow from; name the output folder of a run that has one")
-    if origin.manifest.lora.rank:
+    if origin.manifest.trains_adapters:
         raise UserError(f"{run}: its checkpoints hold adapters, and those do not grow; export the model, and train on")
     return origin
 
@@ -88,8 +89,9 @@ def young_of(run: Path) -> CheckpointOrigin:
 def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
     """UserError if a run of this job cannot resume from there, as far as that is known before there is a plan."""
     made, output = young.manifest, Path(job.output)
-    if job.lora != LoraConfig():
-        raise UserError("lora: a grown model is trained whole; leave [lora] out")
+    if job.lora != LoraConfig() or job.recipe.heal:
+        what = "recipe.heal" if job.recipe.heal else "lora"
+        raise UserError(f"{what}: a grown model is trained whole; leave it out")
     if young.place.parent.parent.resolve() == output.resolve():
         raise UserError(f"output: {output} is where {young.place} lies; name another folder in the job")
     if job.iterations <= made.iterations:

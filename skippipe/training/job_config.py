@@ -55,7 +55,6 @@ FOR_STUDIES = {
     "recipe.repeats",
     "recipe.distill",
     "recipe.distill_hidden",
-    "recipe.heal",
 }
 """Fields that training refuses."""
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
@@ -305,6 +304,7 @@ class JobConfig:
         self._check_recipe()
         self._check_unused()
         self._check_lora()
+        self._check_healing()
         if self.emulation.enabled and self.transport.peers:
             raise UserError("emulation.enabled: nodes that join from other machines cannot be emulated on this one")
         engine, codec = self.averaging.engine, self.averaging.dtype
@@ -336,7 +336,11 @@ class JobConfig:
                 raise UserError(
                     f"recipe.{name}: only studies draw paths by it; in training the plan decides: leave it out"
                 )
-        studied = {"adapters": recipe.adapters > 0, "distill": recipe.distill > 0, "heal": bool(recipe.heal)}
+        studied = {
+            "adapters_by_hop": recipe.adapters_by_hop,
+            "adapters": recipe.adapters > 0 and not recipe.heal,  # else they are those beside model.weights
+            "distill": recipe.distill > 0,
+        }
         for name, set_here in studied.items():
             if set_here:
                 raise UserError(f"recipe.{name}: only studies have it yet, not training: leave it out")
@@ -398,11 +402,43 @@ class JobConfig:
             raise UserError("lora: adapters are for a model that exists; name its folder: model.weights")
         if self.recipe.bridges:
             raise UserError("recipe.bridges: with [lora] only adapters are trained: leave one of them out")
+        self._check_lost_stage()
+
+    def _check_healing(self) -> None:
+        recipe = self.recipe
+        if not recipe.heal:
+            return
+        if recipe.heal_at:
+            raise UserError(
+                f'recipe.heal: {recipe.heal}: a run heals all along, or not at all; set "0%", or leave it out'
+            )
+        if not self.model.weights:
+            raise UserError(
+                "recipe.heal: is for a finished model; name a folder that 'skippipe heal' has made: model.weights"
+            )
+        if self.lora != LoraConfig():
+            raise UserError("lora: with recipe.heal other adapters are trained: leave one of them out")
+        if recipe.early_exit or recipe.residual != "plain":
+            name = "early_exit" if recipe.early_exit else "residual"
+            raise UserError(f"recipe.{name}: is for a model that is trained itself; with recipe.heal leave it out")
+        if self.validation.enabled:
+            raise UserError(
+                "validation: measures the whole model, which recipe.heal leaves as it is; leave it out, and measure "
+                "parts afterwards: 'skippipe eval --keep 1/2'"
+            )
+        self._check_lost_stage()
+
+    def _check_lost_stage(self) -> None:
         if self.survive.lost_stage == "neighbours":
             raise UserError(
                 "survive.lost_stage: the adapters of a lost stage come from the newest checkpoint, which there always "
                 "is: leave it out"
             )
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether the model's own weights stay as they are."""
+        return bool(self.lora.rank or self.lora.weights or self.recipe.heal)
 
     @property
     def followed(self) -> SkipSchedule:
@@ -428,7 +464,7 @@ class JobConfig:
         prices = read_prices(Path(pipeline.prices)) if pipeline.prices else DEFAULT_PRICES
         gradients = ["fp32"]
         if COLLECTIVES[self.averaging.engine].in_messages:
-            gradients = priced_gradients(prices, low_rank=not self.lora.rank)  # adapters are of low rank already
+            gradients = priced_gradients(prices, low_rank=not self.trains_adapters)  # adapters are of low rank already
         return CodecBudget.of(pipeline.nats, prices, gradients=gradients)
 
     @property

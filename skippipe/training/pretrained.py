@@ -1,8 +1,9 @@
 """Training that begins with weights that are there: those of a Hugging Face folder become the run's first checkpoint.
 
 So nodes get them as they get the state of any checkpoint: each the tensors of its own stage, and none needs the folder.
-The optimizer begins with nothing, at iteration 0. If only adapters are trained, the first checkpoint has these, and the
-weights of the folder are kept beside all checkpoints.
+The optimizer begins with nothing, at iteration 0. If only adapters are trained (LoRA, or healing with bridges and
+adapters that lie beside the weights), the first checkpoint has these, and the weights of the folder are kept beside all
+checkpoints.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from skippipe.checkpoint.adapters import BASE, read_adapter, with_adapter
+from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, read_stand_ins
 from skippipe.checkpoint.format import MANIFEST, StageWriter, StoredFile
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.manager import manifest_of
@@ -28,7 +30,9 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import initial
 from skippipe.model.model_files import CONFIG, TOKENIZER
 from skippipe.model.model_spec import ModelSpec, config_named
-from skippipe.model.stage import trained_bridges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import trained_bridges
+from skippipe.model_shape import model_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot
 from skippipe.training.depth_growth import differences, donor_layers, donor_name
@@ -59,7 +63,51 @@ def with_pretrained(job: JobConfig) -> JobConfig:
             )
         tokenizer = str(folder)
     model = replace(job.model, config=config, weights=str(folder))
-    return replace(job, model=model, data=replace(job.data, tokenizer=tokenizer))
+    job = replace(job, model=model, data=replace(job.data, tokenizer=tokenizer))
+    return _with_stand_ins(job, folder) if job.recipe.heal else job
+
+
+def _with_stand_ins(job: JobConfig, folder: Path) -> JobConfig:
+    """The job with the ranks and the stages of the bridges and adapters in the folder, which it trains; UserError if
+    there are none, if they are of a kind that nodes do not train, or if the job says otherwise."""
+    if job.model.config != str(folder):
+        raise UserError("model.config: with recipe.heal it is that of model.weights; leave it out")
+    info = stand_ins_in(folder)
+    for name in ("bridges", "adapters", "repeats"):
+        ours, theirs = getattr(job.recipe, name), getattr(info, name)
+        if ours not in (0, theirs):
+            raise UserError(f"recipe.{name}: {ours} here, {theirs} in {folder / BRIDGES_FILE}; leave it out")
+    recipe = replace(job.recipe, bridges=info.bridges, adapters=info.adapters, repeats=info.repeats)
+    pipeline = job.pipeline
+    if not pipeline.plan:
+        layers = ",".join(map(str, info.layers))
+        same = pipeline.stages in (0, len(info.layers)) and pipeline.layers.replace(" ", "") in ("", layers)
+        check_healed_stages(folder, info.layers if same else ())
+        pipeline = replace(pipeline, layers=layers)
+    return replace(job, recipe=recipe, pipeline=pipeline)
+
+
+def stand_ins_in(folder: Path) -> StandInsInfo:
+    """The bridges and adapters beside a model that is to be healed; UserError unless nodes can train them."""
+    info, file = bridges_info(folder, model_named(str(folder)).layers), folder / BRIDGES_FILE
+    how = f"'skippipe heal {folder} --data TEXT --tokens 0 -o FOLDER' makes a folder with what there is to train"
+    if info is None:
+        raise UserError(f"recipe.heal: there is no {file}; {how}")
+    if not (info.bridges and info.adapters):
+        raise UserError(f"recipe.heal: {file} has no {'adapters' if info.bridges else 'bridges'}; {how}")
+    if info.hop_rank:
+        raise UserError(f"recipe.heal: {file} has adapters by hop, which nodes do not train; {how} with other adapters")
+    return info
+
+
+def check_healed_stages(folder: Path, layers: tuple[int, ...]) -> None:
+    """UserError unless bridges and adapters in the folder are for stages of so many layers."""
+    theirs = stand_ins_in(folder).layers
+    if layers != theirs:
+        said = ",".join(map(str, theirs))
+        raise UserError(
+            f'recipe.heal: {folder / BRIDGES_FILE} is for stages of {said} layers: set pipeline.layers = "{said}"'
+        )
 
 
 def _folder_of(name: str) -> Path:
@@ -104,20 +152,22 @@ def check_vocabulary(job: JobConfig, model_tokens: int, tokenizer_tokens: int) -
 
 def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
     """Write the weights of a folder as the checkpoint of no iterations, from which the run goes on. If adapters are
-    trained, new ones or those of the folder `adapter` make up the checkpoint. Bridges are new."""
+    trained, they make up the checkpoint: LoRA's are new, or those of the folder `adapter`; those of healing, and its
+    bridges, lie beside the weights. Other bridges are new."""
     node_config, layers = run.node_config, run.node_config.plan.layers
     optimizer = OPTIMIZERS[node_config.learning.optimizer]
     stages: Iterator[dict[str, Tensor]] = _stages_in(folder, run.spec.without_adapters(), layers)
-    if run.spec.lora.rank:
+    if run.spec.frozen:
         _write_base(run, stages)
-        stages = _adapters(run.spec, layers, Path(adapter) if adapter else None)
+        begun = Path(adapter) if adapter else None
+        stages = _stand_ins(folder, run.spec, layers) if run.spec.heals else _adapters(run.spec, layers, begun)
     unfinished = run.checkpoints.begin()
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
     for stage, found in enumerate(stages):
         slots = layout_of_stage(run.spec, layers, stage)
         if bridges := trained_bridges(run.spec, stage, len(layers)):
-            found |= dict(bridges.named_weights())
+            found = dict(bridges.named_weights()) | found
         writer = StageWriter(unfinished, stage, slots, optimizer, run.run_id)
         for slot in slots:
             writer.write(encode(found[slot.name].detach().float().flatten(), "fp32").data)
@@ -176,6 +226,15 @@ def _adapters(spec: ModelSpec, layers: tuple[int, ...], folder: Path | None) -> 
             slot.name: initial(slot.name, slot.shape, spec.seed) if folder is None else found[slot.name]
             for slot in stage
         }
+
+
+def _stand_ins(folder: Path, spec: ModelSpec, layers: tuple[int, ...]) -> Iterator[dict[str, Tensor]]:
+    """The bridges and adapters that each stage begins with: those beside the weights in a folder."""
+    info = stand_ins_in(folder)
+    for number, each in enumerate(layer_ranges(layers)):
+        with torch.device("meta"):  # of which the names and sizes of linear maps are wanted
+            stage = StageModel(spec.without_adapters(), each, ends=False)
+        yield read_stand_ins(folder, info, number, stage)
 
 
 def _check_shapes(folder: Path, slots: Iterable[ParamSlot], found: Mapping[str, Tensor]) -> None:

@@ -17,11 +17,13 @@ from torch import Tensor
 from skippipe.codecs import CODECS, compile_on_device
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import layer_ranges, trained_bridges
+from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.skip_schedule import PathLength, SkipSchedule
+from skippipe.stage_subset import hops_of
 
 
 class ReferenceState(NamedTuple):
@@ -64,7 +66,7 @@ class ReferenceTrainer:
                 compute_dtype=work.compute_dtype,
                 recompute=work.activation_checkpointing,
                 compiled=self.compiled,
-                bridges=trained_bridges(self.spec, index, len(self.plan.layers)),
+                place=StagePlace(index, len(self.plan.layers)),
             )
             for index, layers in enumerate(layer_ranges(self.plan.layers))
         ]
@@ -115,11 +117,11 @@ class ReferenceTrainer:
         data = plan.microbatch(lane, microbatch)
         packed, share = self.sampler.starts(iteration, data), self.sampler.share(iteration, data)
         starts = None if packed is None else torch.from_numpy(packed).to(self.device)
-        on = (*path[1:], len(self.stages))  # where the path goes on after each of its stages
+        hops = hops_of(path, len(self.stages))
         codecs = [plan.hop_dtype(node, after, backward=False) for node, after in zip(nodes, following, strict=True)]
-        hidden = data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts, on[0])
-        for codec, stage, target in zip(codecs[:-1], path[1:], on[1:], strict=True):
-            hidden = self.stages[stage].forward(key, rounded(hidden, codec), residual_scale, starts, target)
+        hidden = data_stage.begin(key, torch.from_numpy(inputs).to(self.device), starts, hops.get(path[0]))
+        for codec, stage in zip(codecs[:-1], path[1:], strict=True):
+            hidden = self.stages[stage].forward(key, rounded(hidden, codec), residual_scale, starts, hops.get(stage))
         hidden = rounded(hidden, codecs[-1])
         targets = torch.from_numpy(labels).to(self.device)
         loss, gradient = data_stage.head(key, hidden, targets, early=self.recipe.early_exit, share=share)

@@ -230,7 +230,7 @@ class Run(RunOptions):
             self.tokenizer,
             run_id=self.run_id,
             run=self.output,
-            base=self.checkpoints.folder / BASE if self.spec.lora.rank else None,
+            base=self.checkpoints.folder / BASE if self.spec.frozen else None,
         )
         return ModelStore(folder, self.rescue, self._what_to_do)
 

@@ -17,6 +17,7 @@ from skippipe.terminal import ProgressBar, interruptible, plan_progress
 
 if TYPE_CHECKING:
     from skippipe.cluster import Cluster
+    from skippipe.model.model_spec import ModelSpec
     from skippipe.runs.records import MetricsLine
     from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, ValidationReport
     from skippipe.training.backends import Backend
@@ -156,16 +157,24 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
         print(f"begins with the weights in {run_setup.job.model.weights}{unsaid}")
     if run_setup.sampler.summary:
         print(run_setup.sampler.summary)
-    if lora := run_setup.spec.lora.rank:
+    if run_setup.spec.frozen:
         trained = sum(plan.workload.trained_parameters(stage, each) for stage, each in enumerate(plan.layers))
         print(
-            f"trains adapters of rank {lora} ({', '.join(run_setup.spec.lora.targets)}): {trained / 1e6:.2f}M weights, "
-            f"{trained / parameters:.2%} of the model's, which stay as they are"
+            f"{_trained_text(run_setup.spec)}: {trained / 1e6:.2f}M weights, {trained / parameters:.2%} of the "
+            "model's, which stay as they are"
         )
     job, first = run_setup.job, run_setup.run.first
     left = job.followed.path_lengths(job.iterations, len(plan.stages), plan.visited, first)
     if left.keys() != {plan.visited}:
         print(timetable_text(left, run_setup.plans, len(plan.stages), promised=promised))
+
+
+def _trained_text(spec: ModelSpec) -> str:
+    """What is trained beside a model that stays as it is."""
+    if not spec.heals:
+        return f"trains adapters of rank {spec.lora.rank} ({', '.join(spec.lora.targets)})"
+    repeats = f" with {spec.repeats} repeat{'s' * (spec.repeats > 1)}" if spec.repeats else ""
+    return f"heals: trains bridges of rank {spec.bridges} and adapters of rank {spec.adapters}{repeats}"
 
 
 def _announce_turns(run_setup: RunSetup, stopped: list[int]) -> None:
@@ -200,7 +209,7 @@ def _announce_backup(run_setup: RunSetup) -> None:
     if run_setup.backup is not None:
         source, target = (plan.cluster.nodes[node].name for node in run_setup.backup)
         print(f"every {every} iterations '{target}' gets a copy of what only stage 0 holds: {size} from '{source}'")
-    elif every and run_setup.collective.elastic and not run_setup.spec.lora.rank:
+    elif every and run_setup.collective.elastic and not run_setup.spec.frozen:
         print(f"no node has memory for a copy of what only stage 0 holds ({size}), so none is kept")
     if run_setup.risk:
         print(f"warning: {run_setup.risk}", file=sys.stderr)

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, load_bridges, write_bridges
 from skippipe.errors import UserError
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageAdapters, StageModel, bridges_of, layer_ranges
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stand_ins import StageAdapters, bridges_of
 from tests.helpers.models import tiny
 
 LAYERS = (2, 1, 1, 1)
@@ -41,7 +42,8 @@ def test_bridges_and_adapters_come_back_stage_by_stage(tmp_path: Path) -> None:
     info = bridges_info(tmp_path, 5)
     assert info == INFO
     for number, stage in enumerate(stages()):
-        held, parts = load_bridges(tmp_path, info, number, stage)
+        found = load_bridges(tmp_path, info, number, stage)
+        held, parts = found.bridges, found.adapters
         assert parts is not None
         assert parts.names[0] == f"model.layers.{stage.numbers.start}.self_attn.q_proj"
         pairs = list(zip(parts.parameters(), adapters[number].parameters(), strict=True))

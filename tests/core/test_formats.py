@@ -76,6 +76,8 @@ def workloads(draw: DrawFn, layers: int) -> Json:
     workload |= (
         {} if bridges is None else {"bridge_parameters": bridges, "bridge_rank": draw(st.sampled_from([0, 1, 9]))}
     )
+    if adapters is not None and bridges is not None and draw(st.booleans()):
+        workload |= {"repeats": draw(st.sampled_from([1, 3])), "mean_repeats": draw(st.sampled_from([0.3, 0.875]))}
     share = draw(st.sampled_from([None, 0.5, 0.25, 0.9, 1e-300, 0.9999999999999999]))  # the last two: max(1, …)
     return workload if share is None else workload | {"weight_share": share}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from itertools import combinations, pairwise
+from statistics import fmean
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 
 from skippipe.errors import UserError
 from skippipe.simulator import simulate
-from skippipe.skip_schedule import Phase, SkipSchedule, deal_lengths, path_length_text, visited_of
+from skippipe.skip_schedule import Phase, SkipSchedule, deal_lengths, mean_repeats, path_length_text, visited_of
 from skippipe.timeline import Timing
 from skippipe.training.job_config import JobConfig, PipelineConfig
 from skippipe.training.metrics import timetable_text, turn_text
@@ -128,15 +130,24 @@ def test_bridges_that_cannot_be() -> None:
         SkipSchedule("1/2", bridges=8, swaps=0.1)
     with pytest.raises(UserError, match=r"recipe\.bridges: -1 is out of range; give 0 to 100,000"):
         SkipSchedule("1/2", bridges=-1)
-    with pytest.raises(UserError, match=r"recipe\.heal: there is nothing to train"):
-        SkipSchedule("0 until 90%, 1/2", heal="90%")
-    with pytest.raises(UserError, match=r"recipe\.heal: 40% must be more than 0, and after"):
+    with pytest.raises(UserError, match=r"recipe\.heal: 40% must be after"):
         SkipSchedule("1/2", bridges=8, heal="40%", grow="50%")
     with pytest.raises(UserError, match=r"recipe\.distill_hidden: there is no teacher"):
         SkipSchedule("1/2", distill_hidden=1.0)
     recipe = SkipSchedule("0 until 90%, 1/2", bridges=8, heal="90%")
     assert [recipe.heals(number, 10) for number in (0, 8, 9)] == [False, False, True]
     assert not SkipSchedule("1/2", bridges=8).heals(9, 10)
+
+
+@pytest.mark.parametrize(("stages", "visited"), [(6, 3), (6, 2), (5, 5), (7, 1)])
+def test_how_often_stages_are_repeated_on_average(stages: int, visited: int) -> None:
+    for repeats in (0, 1, 2, 9):
+        paths = [(0, *others, stages) for others in combinations(range(1, stages), visited - 1)]
+        times = [min(repeats, b - a - 1) for path in paths for a, b in pairwise(path)]
+        assert mean_repeats(stages, {visited: 1}, repeats) == pytest.approx(fmean(times))
+    shares = SkipSchedule("0 & 2 x 1/2").path_shares(1, 4, 4)
+    assert shares == {4: THIRD, 2: 2 * THIRD}
+    assert mean_repeats(4, shares, 1) == pytest.approx((4 * 0 + 2 * 2 * mean_repeats(4, {2: 1}, 1)) / 8)
 
 
 def test_what_makes_up_for_skipping() -> None:
@@ -156,7 +167,7 @@ def test_what_makes_up_for_skipping() -> None:
             "recipe.swaps: only studies draw paths by it; in training the plan decides",
         ),
         (SkipSchedule("1/2", adapters=8), "skippipe", "", "recipe.adapters: only studies have it yet"),
-        (SkipSchedule("1/2", bridges=8, heal="95%"), "skippipe", "", "recipe.heal: only studies have it yet"),
+        (SkipSchedule("1/2", bridges=8, heal="95%"), "skippipe", "", "recipe.heal: 95%: a run heals all along"),
         (SkipSchedule("1/3"), "skippipe", "1/3", "pipeline.skip and recipe.skip say the same thing"),
         (SkipSchedule("0"), "dtfm", "", "pipeline.strategy: 'dtfm' skips nothing"),
     ],

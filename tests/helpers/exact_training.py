@@ -15,8 +15,9 @@ from skippipe.codecs import LOW_RANK
 from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import layer_ranges, trained_bridges
+from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
@@ -97,7 +98,7 @@ def tensors_of(
                 compute_dtype=work.compute_dtype,
                 recompute=work.activation_checkpointing,
                 split_backward=plan.split_backward,
-                bridges=trained_bridges(spec, stage, len(ranges)),
+                place=StagePlace(stage, len(ranges)),
             ),
             sampler_of(plan) if stage == 0 else None,
             recipe=recipe,

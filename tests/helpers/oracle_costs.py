@@ -55,13 +55,14 @@ def costs(plan: Json) -> Costs:
     ends: int = (v if model["tied_embeddings"] else 2 * v) * d + d
     adapters: int = work.get("adapter_parameters", 0)
     bridges: int = work.get("bridge_parameters", 0)
+    repeats, mean_repeats = work.get("repeats", 0), work.get("mean_repeats", 0.0)
     share = work.get("weight_share", 0.5)
     gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
     ratio = work["backward_ratio"] * (1 - share) if adapters else work["backward_ratio"]
 
     def trained_by(stage: int, layers: int, bridged: bool = True) -> int:
         model = layers * layer_parameters + (ends if stage == 0 else 0)
-        return layers * adapters if adapters else model + bridged * bridges
+        return (layers * adapters if adapters else model) + bridged * bridges
 
     def rounds_by(stage: int, layers: int, bridged: bool = True) -> list[int]:
         trained, dtype = trained_by(stage, layers, bridged), gradient_dtypes[stage]
@@ -101,7 +102,9 @@ def costs(plan: Json) -> Costs:
         return int(max(first, second) + 8 * tokens * d)
 
     def held_by(layers: int) -> int:
-        return int((layers + 1) * token_bytes * d if checkpointing else layers * layer_bytes + 4 * n * t * d)
+        if checkpointing:
+            return int(((1 + repeats) * (layers + 1) + bool(repeats)) * token_bytes * d)
+        return int((1 + repeats) * layers * layer_bytes + 4 * n * t * d)
 
     def room(node: Json, stage: int, layers: int, bridged: bool = True) -> int:
         free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers)))
@@ -130,13 +133,21 @@ def costs(plan: Json) -> Costs:
 
     trained = [trained_by(index, stage["layers"]) for index, stage in enumerate(stages)]
 
-    bridge = 0 if adapters else 4 * n * t * d * work.get("bridge_rank", 0)
+    def layers_forward(layers: int) -> int:
+        once = layers * layer_forward
+        return int(once + round(mean_repeats * once))
+
+    def added_forward(layers: int) -> int:
+        of_adapters = layers * adapters
+        if repeats:
+            of_adapters = round(of_adapters * (1 + mean_repeats) / (1 + repeats))
+        return int(2 * n * t * (of_adapters + 2 * d * work.get("bridge_rank", 0)))
 
     def node_costs(node: Json, stage: int) -> Node:
-        r, r_0 = (2 * stages[s]["layers"] * n * t * adapters for s in (stage, 0))
-        model_forward = stages[stage]["layers"] * layer_forward + bridge
-        forward, stage_0_forward = model_forward + r, stages[0]["layers"] * layer_forward + bridge + r_0
-        gradients = ratio * model_forward + 2 * r
+        model_forward, r = layers_forward(stages[stage]["layers"]), added_forward(stages[stage]["layers"])
+        forward = model_forward + r
+        stage_0_forward = layers_forward(stages[0]["layers"]) + added_forward(stages[0]["layers"])
+        gradients = ratio * model_forward + 2 * r if adapters else ratio * forward
         slots, workers = slots_and_workers(node, stage)
         head = (1 + ratio) * n * (2 * t * d * v)
         head = head if work["head_ratio"] is None else work["head_ratio"] * stage_0_forward
@@ -155,8 +166,8 @@ def costs(plan: Json) -> Costs:
         times["optimizer"] += round(8 * copies * trained[stage] / 25)
         times["weight"], gradients_ns = 0, times.pop("gradients")
         if is_split(plan):
-            of_layer = 2 * n * t * adapters
-            part = of_layer / (ratio * layer_forward + 2 * of_layer) if adapters else share
+            of_layer = added_forward(1)
+            part = of_layer / (ratio * layers_forward(1) + 2 * of_layer) if adapters else share
             times["weight"] = max(1, round(part * gradients_ns))
             times["backward"] = max(1, times["backward"] - times["weight"])
         return Node(stage, slots, workers, times)

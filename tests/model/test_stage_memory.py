@@ -16,8 +16,10 @@ from skippipe import workload
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.model_shape import ModelShape
 from skippipe.optim.config import OptimConfig
+from skippipe.stage_subset import Hop
 from skippipe.workload import Workload
 
 SHAPE = ModelShape("small", 2, 64, 4, 2, 16, 192, 512)
@@ -66,6 +68,23 @@ def peak_bytes(run: Callable[[], object]) -> int:
 def test_what_a_microbatch_keeps_is_counted(shape: ModelShape, compute_dtype: str, checkpointing: bool) -> None:
     work = workload_of(shape, compute_dtype, checkpointing)
     step, (hidden, _) = stage_of(shape, work), drawn(work)
+    assert kept_bytes(step, hidden) == pytest.approx(work.held_bytes(shape.layers), rel=0.01)
+
+
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+def test_a_hop_past_other_stages_keeps_little_if_layers_are_recomputed(compute_dtype: str) -> None:
+    work = workload_of(SHAPE, compute_dtype, checkpointing=True)
+    spec, hidden = ModelSpec(llama_config(SHAPE), 0, None, bridges=4, adapters=8, repeats=1), drawn(work)[0]
+    counted = replace(work, adapter_parameters=SHAPE.adapter_parameters(8), bridge_rank=4, repeats=1)
+    options: dict[str, Any] = {"compute_dtype": compute_dtype, "recompute": True, "place": StagePlace(0, 4)}
+    step = StageStep(spec, range(SHAPE.layers), OptimConfig(), ends=True, **options)
+    tensor_bytes = work.held_bytes(0)
+    assert kept_bytes(step, hidden, Hop(0, 1, 2)) == (SHAPE.layers + 1) * tensor_bytes
+    assert kept_bytes(step, hidden, Hop(0, 3, 2)) == counted.held_bytes(SHAPE.layers)
+
+
+def kept_bytes(step: StageStep, hidden: Tensor, hop: Hop | None = None) -> int:
+    """Bytes that a microbatch on this hop keeps after its forward pass, all but those of weights."""
     step.evaluate(hidden)  # rotations and masks, which all microbatches share
     shared = {each.untyped_storage().data_ptr() for each in step.model.parameters()}
     shared |= {each.untyped_storage().data_ptr() for _, pair, _ in step.model._of_shape.values() for each in pair}
@@ -78,10 +97,11 @@ def test_what_a_microbatch_keeps_is_counted(shape: ModelShape, compute_dtype: st
         return each
 
     with saved_tensors_hooks(note, lambda each: each):
-        step.forward(KEY, hidden)
-    for each in step.held[KEY][:2]:
-        note(each)
-    assert sum(found.values()) == pytest.approx(work.held_bytes(shape.layers), rel=0.01)
+        step.forward(KEY, hidden, hop=hop)
+    for each in step.held[KEY]:
+        if each is not None:
+            note(each)
+    return sum(found.values())
 
 
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])

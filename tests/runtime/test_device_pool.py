@@ -22,8 +22,8 @@ from skippipe.errors import UserError
 from skippipe.model.lora import LoraConfig
 from skippipe.model.model_spec import ModelSpec, parse_devices
 from skippipe.model.sharded_stage import ShardedStep
-from skippipe.model.stage import trained_bridges
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
 from skippipe.planner.problem_spec import cluster_named
@@ -40,6 +40,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import build_node_executor
 from skippipe.skip_schedule import SkipSchedule
+from skippipe.stage_subset import Hop
 from skippipe.training.build_run import build_run
 from skippipe.training.job_config import ModelConfig
 from skippipe.training.reference import ReferenceTrainer
@@ -122,7 +123,7 @@ def stage_0(spec: ModelSpec, parts: list[range], optimizer: str, *, split: bool)
             OptimConfig(optimizer),
             ends=at == 0,
             split_backward=split,
-            bridges=trained_bridges(spec, 0, 4) if at == len(parts) - 1 else None,
+            place=StagePlace(0, 4) if at == len(parts) - 1 else None,
         )
         for at, part in enumerate(parts)
     ]
@@ -149,10 +150,10 @@ def test_a_divided_stage_computes_what_one_device_does(
     random = torch.Generator().manual_seed(1)
     for number in range(3):
         tokens, labels = torch.randint(0, 96, (2, 2, 6), generator=random)
-        target = 3 if number else 1
+        hop = Hop(0, 3, 2) if number else None
         made = []
         for each in models:
-            outputs = each.begin((0, number), tokens, target=target)
+            outputs = each.begin((0, number), tokens, hop=hop)
             loss, back = each.head((0, number), outputs, labels, early=early, share=0.5)
             assert each.backward((0, number), back) is None
             if early:

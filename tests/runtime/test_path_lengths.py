@@ -11,8 +11,8 @@ from msgspec import structs
 
 from skippipe.constraints import cc3_uneven
 from skippipe.errors import Infeasible
-from skippipe.model.stage import is_bridge
 from skippipe.model.stage_step import StageStep
+from skippipe.model.stand_ins import is_bridge
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.planner.problem import PlanRequest, Strategy

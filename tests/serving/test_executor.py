@@ -19,7 +19,8 @@ from skippipe.inference.checkpoint_loader import fingerprint, load, load_stage, 
 from skippipe.inference.request import SamplingParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, weight_bytes
-from skippipe.model.stage import Bridges, StageAdapters, StageModel, StandIns
+from skippipe.model.stage import StageModel
+from skippipe.model.stand_ins import Bridges, StageAdapters, StandIns
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.executor import ServingExecutor
 from skippipe.serving.node import ServingConfig, build_executor

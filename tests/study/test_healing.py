@@ -17,7 +17,7 @@ from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.model.model_files import INDEX
-from skippipe.model.stage import StageAdapters, bridges_of
+from skippipe.model.stand_ins import StageAdapters, bridges_of
 from skippipe.stage_subset import StageSubset
 from skippipe.study.healing import Healing, HealSettings, begin_healing, heal, redrawn, usual_stages
 from tests.helpers.model_folders import LAYERS, TOKENIZER, by_itself, checkpoint_in, export_to, subset

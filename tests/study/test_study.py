@@ -123,6 +123,10 @@ def test_healing_has_a_schedule_of_its_own() -> None:
     assert rates[-1] < 3e-4
     assert [healed_faster.rate(number) for number in range(100)] == [full.rate(number) for number in range(100)]
     assert [healed_faster.rate(number) for number in range(100, 125)] == [3.0 * rate for rate in rates]
+    with pytest.raises(UserError, match=r"variant 'a': recipe\.heal: there is nothing to train"):
+        Variant("a", SkipSchedule("0 until 90%, 1/2", heal="90%"))
+    with pytest.raises(UserError, match=r"variant 'a': recipe\.heal: must be more than 0"):
+        Variant("a", SkipSchedule("1/2", bridges=8, heal="0%"))
 
 
 def test_healing_in_parts_keeps_the_rules_in_each() -> None:

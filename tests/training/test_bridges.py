@@ -17,7 +17,7 @@ from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges
 from skippipe.checkpoint.manager import export, origin_of
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
-from skippipe.model.stage import is_bridge
+from skippipe.model.stand_ins import is_bridge
 from skippipe.plan import Plan
 from skippipe.planner.problem import PlanRequest
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState

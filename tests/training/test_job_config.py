@@ -28,8 +28,9 @@ from skippipe.skip_schedule import SkipSchedule
 from skippipe.toml_config import example, field_texts, from_table
 from skippipe.training import train_job
 from skippipe.training.backends import BACKENDS, one_process, virtual
-from skippipe.training.build_run import RunSetup, build_run, plans_by_length
+from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.job_config import ADVISED, JobConfig, load_job
+from skippipe.training.job_plan import plans_by_length
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.jobs import WORDS

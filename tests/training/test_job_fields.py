@@ -27,14 +27,14 @@ from skippipe.plan import Plan
 from skippipe.planner.problem import PlanRequest
 from skippipe.planner.strategies import make_plan_for, with_paths_of
 from skippipe.toml_config import example, from_table
-from skippipe.training import build_run as build_run_module
-from skippipe.training import train_job
+from skippipe.training import job_plan, train_job
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.job_config import FOR_STUDIES, JobConfig
 from skippipe.training.metrics import CallbackList
 from skippipe.training.run_folder import open_run_folder
 from skippipe.transport.addresses import free_port
 from tests.helpers.chats import chat_tokenizer
+from tests.helpers.healed_folders import REPEATS, healed
 from tests.helpers.jobs import WORDS
 from tests.helpers.model_folders import export_to
 from tests.helpers.models import tiny
@@ -67,6 +67,7 @@ CHATS = {"data.texts": ["chats.jsonl"], "data.folder": None, "data.tokenizer": "
 HELD_OUT = {"validation.share": 0.5}
 WEIGHTS = {"model.weights": "weights", "model.config": None, "data.vocabulary": None, "data.folder": None}
 ADAPTERS = {**WEIGHTS, "lora.rank": 4}
+FITTED = {**WEIGHTS, "model.weights": "fitted", "pipeline.layers": "2,1,2"}
 
 FIELDS: dict[str, Any] = {
     "output": Change("elsewhere"),
@@ -111,7 +112,7 @@ FIELDS: dict[str, Any] = {
     "recipe.repeats": Refused(1),
     "recipe.distill": Refused(0.5),
     "recipe.distill_hidden": Refused(0.5),
-    "recipe.heal": Refused("95%"),
+    "recipe.heal": Change("0%", FITTED, FITTED),
     "lora.rank": Change(4, WEIGHTS, WEIGHTS),
     "lora.alpha": Change(9.0, ADAPTERS, ADAPTERS),
     "lora.targets": Change(["q_proj"], ADAPTERS, ADAPTERS),
@@ -233,6 +234,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_bpe([WORDS], 300).save(made / "tokenizer")
     (made / "prices.toml").write_text("[int8]\nhops = 90.0\nweight_gradients = 90.0\n[int4]\nweight_gradients = 90.0\n")
     export_to(made / "weights")
+    healed(made / "fitted", REPEATS)
     return made
 
 
@@ -287,8 +289,8 @@ def set_up(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSetup, l
 
         return searched
 
-    monkeypatch.setattr(build_run_module, "make_plan_for", short(make_plan_for))
-    monkeypatch.setattr(build_run_module, "with_paths_of", short(with_paths_of))
+    monkeypatch.setattr(job_plan, "make_plan_for", short(make_plan_for))
+    monkeypatch.setattr(job_plan, "with_paths_of", short(with_paths_of))
     shutil.rmtree(job.output, ignore_errors=True)
     with open_run_folder(Path(job.output)) as opened:
         return train_job.build_setup(job, [], True, False, frozenset(), opened), requests

@@ -216,6 +216,19 @@ def test_what_makes_no_sense_is_said_in_one_line(tmp_path: Path) -> None:
         build_run(job)
 
 
+def test_plans_know_that_layers_are_repeated() -> None:
+    """Three turns at most, and on average one and a half."""
+    model = MODELS["llama-1.5b"]
+    once = Workload(model, adapter_parameters=model.adapter_parameters(96), bridge_parameters=1000, bridge_rank=8)
+    healing = replace(once, repeats=2, mean_repeats=0.5)
+    assert Workload.from_json(healing.to_json()) == healing
+    layer, adapters = 4 * 2 * model.layer_flops(4096), 2 * 8192 * 4 * once.adapter_parameters
+    assert healing.forward_flops(4) - once.forward_flops(4) == 0.5 * layer - 0.5 * adapters
+    assert healing.trained_parameters(0, 4) == 4 * once.adapter_parameters + 1000
+    assert 2.9 < healing.held_bytes(4) / once.held_bytes(4) < 3, "of every turn"
+    assert healing.fixed_bytes(0, 4) == once.fixed_bytes(0, 4)
+
+
 def test_plans_know_that_little_is_averaged() -> None:
     for name in ("llama-1.5b", "llama-8b"):
         model = MODELS[name]

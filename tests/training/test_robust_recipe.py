@@ -1,6 +1,6 @@
-"""The commands of docs/training.md, "A model that is good whole and without stages", one after another over processes:
-a smaller model is trained, grown and trained in sandwiches while a node is killed, exported, healed, and answers with
-half of its stages."""
+"""The commands of docs/training.md, "A model that is good whole and without stages" and "Healing over nodes", one after
+another over processes: a smaller model is trained, grown and trained in sandwiches while a node is killed, exported,
+healed by nodes while another is killed, and answers with half of its stages."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ torch.set_num_threads(1)
 STAGES, YOUNG, BRIDGES = 6, 4, 8
 SMALL, WHOLE = 16, 42
 """Iterations after which the smaller model has grown, and after which training ends."""
+HEALING = 30
+"""Iterations of healing."""
 SANDWICHES = "2 x 0 & 1/2 + 2 x 0 & 1/2 + 5 x 0 & 1/2"
 KEPT = (0, 2, 4)
 WAIT_S = 300.0  # on a busy machine; a third of that on an idle core
@@ -54,6 +56,18 @@ data = {{ texts = ["{folder}/text.txt"], vocabulary = 400, folder = "{folder}/to
 batch = {{ sequence = 32, samples = 8, microbatches = 30 }}
 pipeline = {{ {skip}stages = {layers}, max_slots = 6, budget_s = 0.5 }}
 learning = {{ rate = 1e-2, warmup = 4, iterations = {whole} }}
+checkpoint.every = 4
+"""
+HEAL = """
+output = "{folder}/run-heal"
+iterations = {iterations}
+cluster = "datacentre:7"
+model.weights = "{folder}/fitted"
+data = {{ texts = ["{folder}/text.txt"], folder = "{folder}/tokens-heal" }}
+batch = {{ sequence = 32, samples = 8, microbatches = 30 }}
+pipeline = {{ max_slots = 6, budget_s = 0.5 }}
+recipe = {{ skip = "1/3 & 2 x 1/2", heal = "0%" }}
+learning = {{ rate = 2e-3, warmup = 4 }}
 checkpoint.every = 4
 """
 
@@ -81,20 +95,12 @@ def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
     run = tmp_path / f"run-{STAGES}"
     trained(commands, small).succeeds()
     assert f"{YOUNG} layers become {STAGES}, copies of 0 1 2 1 2 3" in done("grow", tmp_path / f"run-{YOUNG}", whole)
-    training = trained(commands, whole, "--resume")
-    wait_for(lambda: iterations_of(run) >= 6, WAIT_S)
-    stages = [each["nodes"] for each in json.loads((run / "plan.json").read_text())["stages"]]
-    lost = next(nodes[0] for nodes in stages[1:] if len(nodes) == 1)
-    os.kill(process_with_log(run / "logs" / f"{lost}.log"), signal.SIGKILL)
-    training.succeeds()
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert {"gone", "able"} <= {each["kind"] for each in events if each["node"] == lost}
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = trained_through_a_loss(commands, run, whole, "--resume")
     assert [each["iteration"] for each in lines] == list(range(SMALL + 1, WHOLE + 1))
     assert lines[-1]["loss"] < lines[0]["loss"]
 
     # 4: an ordinary model to others
-    model, healed = tmp_path / "model", tmp_path / "healed"
+    model, fitted, healed = (tmp_path / name for name in ("model", "fitted", "healed"))
     done("export", run, model)
     assert bridges_info(model, STAGES) == StandInsInfo((1,) * STAGES, bridges=BRIDGES)
     tokens = torch.arange(48).view(2, 24)
@@ -103,18 +109,26 @@ def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
         theirs = AutoModelForCausalLM.from_pretrained(model)(tokens).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
-    # 5: bridges of the training are fitted anew, beside repeats, and the whole model stays
-    options = ("--sequence", 32, "--tokens", 60_000, "--rate", 2e-3)
-    found = json.loads(done("heal", model, "--data", text, "--held-out", unseen, "-o", healed, *options, "--json"))
+    # 5: bridges of the training are fitted anew, beside repeats; nodes train them, of which one is killed; and the
+    # whole model stays
+    options = ("--sequence", 32, "--tokens", 0)
+    found = json.loads(done("heal", model, "--data", text, "--held-out", unseen, "-o", fitted, *options, "--json"))
     assert (found["bridges"], found["new_bridges"], found["new_adapters"]) == (BRIDGES, True, True)
+    job = tmp_path / "heal.toml"
+    job.write_text(HEAL.format(folder=tmp_path, iterations=HEALING))
+    lines = trained_through_a_loss(commands, tmp_path / "run-heal", job)
+    assert [each["iteration"] for each in lines] == list(range(1, HEALING + 1))
+    done("export", tmp_path / "run-heal", healed)
+    ranks = {name: found[name] for name in ("bridges", "adapters", "repeats")}
+    assert bridges_info(healed, STAGES) == StandInsInfo((1,) * STAGES, **ranks)
     assert torch.equal(whole_logits(healed, tokens), ours)
 
     # 6: with half of the stages
-    before, after = (
-        halves(done("eval", each, "--text", unseen, "--keep", "1/2", "--json")) for each in (model, healed)
+    before, between, after = (
+        halves(done("eval", each, "--text", unseen, "--keep", "1/2", "--json")) for each in (model, fitted, healed)
     )
-    assert after[STAGES] == before[STAGES], "whole"
-    assert after[STAGES // 2] < before[STAGES // 2]
+    assert after[STAGES] == between[STAGES] == before[STAGES], "whole"
+    assert after[STAGES // 2] < between[STAGES // 2] < before[STAGES // 2]
     asked = ("--temperature", 0, "--max-tokens", 12)
     expected = done("generate", healed, "It is a truth", "--stages", ",".join(map(str, KEPT)), *asked)
     assert served_without_others(tmp_path, healed, skippipe, commands).rstrip("\n") == expected.rstrip("\n")
@@ -145,6 +159,19 @@ def trained(commands: ExitStack, *words: object) -> Training:
     found = Training("train", *words)
     commands.callback(found.end, signal.SIGKILL)
     return found
+
+
+def trained_through_a_loss(commands: ExitStack, run: Path, *words: object) -> list[dict[str, Any]]:
+    """The metrics of a run in which the only node of a stage is killed on the way, and replaced."""
+    training = trained(commands, *words)
+    wait_for(lambda: iterations_of(run) >= 6, WAIT_S)
+    stages = [each["nodes"] for each in json.loads((run / "plan.json").read_text())["stages"]]
+    lost = next(nodes[0] for nodes in stages[1:] if len(nodes) == 1)
+    os.kill(process_with_log(run / "logs" / f"{lost}.log"), signal.SIGKILL)
+    training.succeeds()
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert {"gone", "able"} <= {each["kind"] for each in events if each["node"] == lost}
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def iterations_of(run: Path) -> int:

@@ -21,6 +21,7 @@ from skippipe.runtime.node.copies import CopyTimes, MovingTensor
 from skippipe.runtime.node.interfaces import NodeEnv
 from skippipe.runtime.node.ops import DropMicrobatch, OpQueue, OpResult, StageTask
 from skippipe.runtime.routing import apply_reroute, routes_of
+from skippipe.stage_subset import hops_of
 from skippipe.timeline import Timing
 from skippipe.transport.message import Hop, Message
 
@@ -72,8 +73,10 @@ class NodeSchedule:
             for step in range(all_steps(len(lane.path), plan.split_backward))
             if lane.path[place(step, len(lane.path))] == number
         )
-        self.targets = [(*plan.visits(lane)[1:], len(plan.stages)) for lane in plan.lanes]
-        """[lane][step]: the stage that follows a forward step."""
+        visits = [plan.visits(lane) for lane in plan.lanes]
+        hops = [hops_of(each, len(plan.stages)) for each in visits]
+        self.hops = [[there.get(stage) for stage in each] for each, there in zip(visits, hops, strict=True)]
+        """[lane][step]: how the path goes on after a forward step, if it leaves stages out."""
         self.planned_ns: dict[tuple[int, int, int], int] = {}
         """Lane, microbatch and step → planned start of the task; empty if the plan has none, or not of the full
         timing."""
@@ -204,12 +207,12 @@ class MicrobatchScheduler:
     def _task(self, lane: int, microbatch: int, step: int) -> StageTask:
         """A task on the device that has the microbatch, or is likely to get it."""
         route = self.routes[lane]
-        target = self._schedule.targets[lane][step] if step < route.length else 0
+        hop = self._schedule.hops[lane][step] if step < route.length else None
         data = route.first_microbatch + microbatch
         device = self._device_of.get((lane, microbatch), -1)
         if device < 0:
             device = self._likely_device()
-        return StageTask(self._iteration, lane, microbatch, step, route.length, data, target=target, device=device)
+        return StageTask(self._iteration, lane, microbatch, step, route.length, data, hop=hop, device=device)
 
     def _likely_device(self) -> int:
         """The device of a microbatch that is new here, if those that came before it go first; `next` decides."""

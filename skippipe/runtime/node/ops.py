@@ -21,6 +21,7 @@ from skippipe.collectives.schedule import Schedule
 from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.state_source import StateSlice, StateSource
+from skippipe.stage_subset import Hop
 from skippipe.transport.message import Message
 
 is_weights = python_version(dispatch.is_weights)
@@ -42,9 +43,8 @@ class StageTask:
     """The place of the microbatch among all of the iteration, which determines its data."""
     given: Any = None
     """The tensor that the message brought; None for the first step of a microbatch, and for weight gradients."""
-    target: int = 0
-    """The stage that follows on the lane's path as it was planned, after a forward step; the number of stages: the
-    head."""
+    hop: Hop | None = None
+    """Of a forward step: how the lane's path as it was planned goes on from the stage, if it leaves stages out."""
     counts: bool = True
     """Its weight gradients are added up; not if this node has added them before, and the microbatch comes again."""
     wire_dtype: str = ""
