@@ -9,6 +9,10 @@ A worker runs one task at a time and never interrupts it; a node has one, or one
 stage. While one of them is free, the node takes, of the tasks that are ready and may start, the one with the smallest
 (urgency, time it became ready, lane). It never waits for a task that is not ready yet.
 
+A pass of the teacher (see `whole_paths`) goes before all of these, as a head waits for it: of several, that which is
+furthest on its path. Its steps are forward ones that hold no slot, and its end, back at the data node, is no task. On a
+node of several workers it runs alone: while it waits for them to be free, nothing else starts.
+
 A forward may start on a free worker that has a slot left: on the one that holds the fewest microbatches, and of several
 on the first. Activations stay where they are, so all later tasks of the microbatch on this node are for the same worker
 and may start when that is free.
@@ -97,6 +101,12 @@ def urgency(step: int, length: int, lane: int, order: int) -> int:
     if order == LANES_IN_ORDER:
         return lane
     return 1 if order == BACKWARD_FIRST and step < length else 0
+
+
+@kernel
+def teacher_urgency(step: int) -> int:
+    """Rank of a step of the teacher, before all others."""
+    return -1 - step
 
 
 @kernel

@@ -31,6 +31,7 @@ from skippipe.dispatch import (
     message_pass,
     place,
     steps,
+    teacher_urgency,
     urgency,
     weights_after,
 )
@@ -61,8 +62,11 @@ def run_iteration(
     upload_free_ns: Ints,  # out: [node], as is the next
     download_free_ns: Ints,
     record: Ints,  # out: [task, (ready, start, end, worker of the node)]; no rows: do not record
+    teaches: Ints | None = None,  # [lane]: the lane that passes of the teacher are for; −1: it is a lane like any other
 ) -> tuple[int, int]:
-    """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late."""
+    """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late.
+
+    Passes of the teacher are lanes of their own, after all others; their tasks are not recorded."""
     lanes = len(lengths)
     nodes = len(forward_ns)
     recording = len(record) > 0
@@ -108,10 +112,20 @@ def run_iteration(
     left = 0
     for lane in range(lanes):
         first_task[lane] = tasks
-        tasks += microbatches[lane] * all_steps(lengths[lane], split)
-        left += microbatches[lane]
+        if teaches is None or teaches[lane] < 0:
+            tasks += microbatches[lane] * all_steps(lengths[lane], split)
+            left += microbatches[lane]
         if microbatches[lane] > 0:
             size = push(times, codes, size, 0, lane)
+    teacher_of = taught = turn = parked = lengths  # [lane]: of use with a teacher alone
+    if teaches is not None:
+        teacher_of = np.full(lanes, -1, np.int64)
+        taught = np.zeros(lanes, np.int64)  # microbatches that the teacher is done with
+        turn = np.zeros(lanes, np.int64)  # the microbatch that is on its way
+        parked = np.zeros(lanes, np.int64)  # 1: the teacher's next pass waits for that
+        for lane in range(lanes):
+            if teaches[lane] >= 0:
+                teacher_of[teaches[lane]] = lane
     oldest = np.empty(all_workers, np.int64)  # the first task of a linked list of undone weight gradients, if recorded
     newest = np.empty(all_workers, np.int64)
     after = np.empty(tasks if split and recording else 0, np.int64)  # the next in that list
@@ -167,9 +181,29 @@ def run_iteration(
                     node = node_of[node]
             else:
                 node = paths[code, place(step[code], lengths[code])]
-                ready_ns[code] = now
-                behind[code] = waiting[node]
-                waiting[node] = code
+                begins = code  # what waits for the node from now on
+                if teaches is not None and teaches[code] >= 0 and step[code] == lengths[code]:  # a pass is back
+                    student = teaches[code]
+                    microbatch[code] += 1
+                    taught[student] = microbatch[code]
+                    step[code] = 0
+                    if microbatch[code] == microbatches[code]:
+                        begins = -1
+                    elif microbatch[code] > turn[student] + 1:
+                        parked[code] = 1
+                        begins = -1
+                elif teaches is not None and step[code] == 0 and teacher_of[code] >= 0:
+                    turn[code] = microbatch[code]
+                    teacher = teacher_of[code]
+                    if parked[teacher] == 1:
+                        parked[teacher] = 0
+                        ready_ns[teacher] = now
+                        behind[teacher] = waiting[node]
+                        waiting[node] = teacher
+                if begins >= 0:
+                    ready_ns[code] = now
+                    behind[code] = waiting[node]
+                    waiting[node] = code
                 if free_ns[node] > now:  # never, of several workers
                     if not will_wake[node]:
                         will_wake[node] = True
@@ -197,10 +231,21 @@ def run_iteration(
             lane = waiting[node]
             while lane >= 0:
                 length = lengths[lane]
-                if may_start(step[lane], length, held[worker], slots[node]) and (
-                    alone or step[lane] < length or free_ns[worker_at[lane, place(step[lane], length)]] <= now
+                of_teacher = teaches is not None and teaches[lane] >= 0
+                if of_teacher or (
+                    may_start(step[lane], length, held[worker], slots[node])
+                    and (alone or step[lane] < length or free_ns[worker_at[lane, place(step[lane], length)]] <= now)
+                    and (
+                        teaches is None
+                        or step[lane] != length
+                        or teacher_of[lane] < 0
+                        or taught[lane] > microbatch[lane]
+                    )
                 ):
-                    lane_urgency = urgency(step[lane], length, lane, order)
+                    if of_teacher:
+                        lane_urgency = teacher_urgency(step[lane])
+                    else:
+                        lane_urgency = urgency(step[lane], length, lane, order)
                     if best < 0 or goes_before(lane_urgency, ready_ns[lane], lane, best_urgency, ready_ns[best], best):
                         best = lane
                         before_best = previous
@@ -208,6 +253,13 @@ def run_iteration(
                 previous = lane
                 lane = behind[lane]
             lane = best
+            of_teacher = teaches is not None and best >= 0 and teaches[best] >= 0
+            if of_teacher and not alone:
+                busy = False
+                for each in range(first_worker[node], last_worker[node] + 1):
+                    busy = busy or free_ns[each] > now
+                if busy:
+                    continue
             if lane >= 0:
                 if before_best < 0:
                     waiting[node] = behind[lane]
@@ -215,11 +267,16 @@ def run_iteration(
                     behind[before_best] = behind[lane]
                 length = lengths[lane]
                 at = step[lane]
-                if not alone:
+                if of_teacher and not alone:
+                    for each in range(first_worker[node], last_worker[node] + 1):
+                        free_ns[each] = now + forward_ns[node]
+                elif not alone:
                     if at < length:
                         worker_at[lane, at] = worker
                     worker = worker_at[lane, place(at, length)]
-                if at < length:
+                if of_teacher:
+                    end = now + forward_ns[node]
+                elif at < length:
                     end = now + forward_ns[node]
                     held[worker] += 1
                 elif at == length:
@@ -243,7 +300,7 @@ def run_iteration(
                     slack_ns[lane] -= now - ready_ns[lane]
                     if slack_ns[lane] < 0:
                         return last_ns, left
-                if recording:
+                if recording and not of_teacher:
                     task = first_task[lane] + microbatch[lane] * all_steps(length, split) + at
                     record[task, 0] = ready_ns[lane]
             else:  # weight gradients: of all urgencies theirs comes last
@@ -260,17 +317,15 @@ def run_iteration(
                     task = oldest[worker]
                     oldest[worker] = after[task]
             free_ns[worker] = end
-            if alone:
-                done_ns[node] = end
-            else:
-                done_ns[node] = max(done_ns[node], end)
+            if not alone:
                 deciding[decisions] = node  # another worker may be free
                 decisions += 1
+            done_ns[node] = max(done_ns[node], end)
             last_ns = max(last_ns, end)
             if (waiting[node] >= 0 or undone[worker] > 0 or not alone) and not will_wake[worker]:
                 will_wake[worker] = True
                 size = push(times, codes, size, end, -1 - worker)
-            if recording:
+            if recording and not of_teacher:
                 record[task, 1] = now
                 record[task, 2] = end
                 record[task, 3] = 0 if alone else worker - first_worker[node]

@@ -21,6 +21,7 @@ from skippipe.jit import Floats, Ints
 from skippipe.plan import LONGEST_NS, Plan
 from skippipe.simulator import PlacementCosts, lane_arrays, simulate
 from skippipe.timeline import Timing
+from skippipe.whole_paths import planned_teacher_paths
 
 DRAWS = 200
 TAIL = 0.95
@@ -75,11 +76,11 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
     """Simulate the plan once for every draw."""
     if simulate(plan, timing).iteration_ns > LONGEST_NS:
         raise UserError("jitter: an iteration of this plan takes over forty-eight days without any")
-    lanes, links = lane_arrays(plan), _links(plan)
+    lanes, links, teacher = lane_arrays(plan), _links(plan), planned_teacher_paths(plan)
     found = []
     for number in range(jitter.draws):
         costs = _jittered(plan.costs, jitter.spread, np.random.default_rng([jitter.seed, number]), links)
-        found.append(PlacementCosts.of_plan(plan, timing, costs).run_iteration(*lanes).iteration_ns)
+        found.append(PlacementCosts.of_plan(plan, timing, costs).run_iteration(*lanes, teacher=teacher).iteration_ns)
     return Spread(tuple(sorted(found)))
 
 

@@ -9,7 +9,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
@@ -19,7 +19,7 @@ import numpy as np
 from skippipe.collectives.rings import ring_edges
 from skippipe.collectives.schedule import Averaging
 from skippipe.collectives.transfers import FreeLinks, MergedSchedule, TransferTimes, free_links, merged, transfer_times
-from skippipe.constraints import circle
+from skippipe.constraints import NodePath, circle
 from skippipe.cost_model import CostModel
 from skippipe.dispatch import Dispatch, all_steps, is_weights, place
 from skippipe.errors import UserError
@@ -27,6 +27,7 @@ from skippipe.event_loop import run_iteration
 from skippipe.jit import Ints
 from skippipe.plan import Plan
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
+from skippipe.whole_paths import planned_teacher_paths
 
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 MOST_TASKS = 20_000_000
@@ -136,9 +137,21 @@ class PlacementCosts:
         return hops + tasks + int(self.head_ns[path[0]])
 
     def run_iteration(
-        self, paths: Ints, lengths: Ints, microbatches: Ints, record: Ints | None = None
+        self,
+        paths: Ints,
+        lengths: Ints,
+        microbatches: Ints,
+        record: Ints | None = None,
+        teacher: Mapping[int, Sequence[int]] | None = None,
     ) -> IterationTimes:
-        """Simulate one iteration; `record` takes the (ready, start, end, worker) of every task, lane by lane."""
+        """Simulate one iteration; `record` takes the (ready, start, end, worker) of every task, lane by lane.
+        `teacher`: lane → the teacher's path, if any has one."""
+        lanes, teaches = len(lengths), None
+        if teacher:
+            teaches = np.array([-1] * lanes + list(teacher), dtype=np.int64)
+            every = [*(row[:length] for row, length in zip(paths, lengths, strict=True)), *teacher.values()]
+            paths, lengths = path_arrays(every)
+            microbatches = np.concatenate([microbatches, microbatches[list(teacher)]])
         done_ns = np.zeros(len(self.forward_ns), np.int64)
         free_ns = free_links(len(self.forward_ns))
         last_ns, left = run_iteration(
@@ -162,9 +175,10 @@ class PlacementCosts:
             done_ns,
             *free_ns,
             NO_RECORD if record is None else record,
+            teaches,
         )
         if left:
-            sent = int(microbatches.sum())
+            sent = int(microbatches[:lanes].sum())
             raise Deadlock(
                 f"deadlock: only {sent - left} of {sent} microbatches come back, the others hold memory slots that "
                 "they wait for; put fewer lanes through the full nodes ('skippipe check' names them)"
@@ -246,7 +260,14 @@ def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
     if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 4), np.int64)
-    return placement_costs.run_iteration(*lane_arrays(plan), record), record
+    return placement_costs.run_iteration(*lane_arrays(plan), record, _teacher(plan)), record
+
+
+def _teacher(plan: Plan) -> dict[int, NodePath]:
+    paths = planned_teacher_paths(plan)
+    if paths is None:
+        raise UserError("the whole model is to teach, and no path leads through every stage from each data node")
+    return paths
 
 
 def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:
@@ -267,6 +288,9 @@ def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
         busy_ns[task.node] += task.end_ns - task.start_ns
         if not is_weights(task.step, len(plan.lanes[task.lane].path)):
             collision_ns[task.node] += task.start_ns - task.ready_ns
+    for lane, path in _teacher(plan).items():
+        for at, node in enumerate(path):
+            busy_ns[node] += int(plan.costs.forward_ns[at, node]) * plan.lanes[lane].microbatches
     costs, split = plan.costs, plan.split_backward
     backward_ns = costs.input_ns if split else costs.backward_ns
     return tuple(
@@ -294,6 +318,10 @@ def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
             for message in ((0, a, b), (1, b, a)):  # the activation, and on the way back its gradient
                 link = message[1:]
                 sent[link] = sent.get(link, 0) + int(plan.costs.hop_bytes[message]) * lane.microbatches
+    for number, path in _teacher(plan).items():
+        for link in circle(path):
+            size = int(plan.costs.hop_bytes[0, *link])
+            sent[link] = sent.get(link, 0) + size * plan.lanes[number].microbatches
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
             for link, count in stage.averaging.link_bytes(*plan.costs.gradient_rounds[index]).items():

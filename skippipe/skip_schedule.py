@@ -160,6 +160,11 @@ class SkipSchedule:
         return parse_share(self.heal, "recipe.heal") if self.heal else Fraction(1)
 
     @property
+    def teacher(self) -> str:
+        """What microbatches that skip stages learn from the whole model: one of `workload.TEACHERS`."""
+        return "hidden" if self.distill_hidden else "logits" if self.distill else ""
+
+    @property
     def hop_rank(self) -> int:
         """Of the rank of the adapters, what is divided among hops of different length."""
         return self.adapters - self.adapters_shared if self.adapters_by_hop else 0

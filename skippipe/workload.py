@@ -35,14 +35,17 @@ COMPUTE_BYTES = {"fp32": 4, "bf16": 2}
 OFFLOADS = ("none", "averaging", "optimizer")
 """What is held in host memory: nothing; sums of gradients, with what encoding took away; these, and the optimizer's
 state."""
+TEACHERS = ("", "logits", "hidden")
+"""Nothing; what it says; its hidden states as well."""
 OFFLOAD_FLOPS = 4_000  # operations that fit into the time in which a byte comes from host memory
 UNSAID: dict[str, Any] = {
     **{"optimizer": DEFAULT, "collective": "ring", "offload": "none", "adapter_parameters": 0},
-    **{"bridge_parameters": 0, "bridge_rank": 0, "repeats": 0, "mean_repeats": 0.0},
+    **{"bridge_parameters": 0, "bridge_rank": 0, "repeats": 0, "mean_repeats": 0.0, "teacher": ""},
     **{"wire_dtypes": (), "gradient_dtypes": ()},
 }
 """What a workload has in files of versions that did not write it."""
 LOGIT_BYTES = 12  # log-probabilities, their gradient and that of the logits, each fp32
+TAUGHT_BYTES = 8  # beside these what a teacher holds for how probable, and its product with the logits
 LOGIT_VALUES = 2**27  # logits that the head makes at a time: of a larger microbatch, it takes the tokens in pieces
 
 
@@ -121,6 +124,10 @@ class Workload:
     """How often they do in a visit, in the mean over paths. Every visit takes that time, although a hop to the next
     stage repeats nothing: a task's time does not depend on where the path goes on."""
 
+    teacher: str = ""
+    """What microbatches that leave stages out learn from the whole model, which they also pass, forward only: one of
+    `TEACHERS`."""
+
     def __post_init__(self) -> None:
         check_ranges(self, "workload")
         said: list[tuple[str, str, Collection[str]]] = [
@@ -128,6 +135,7 @@ class Workload:
             ("gradient_dtype", self.gradient_dtype, GRADIENTS),
             ("compute_dtype", self.compute_dtype, COMPUTE_BYTES),
             ("offload", self.offload, OFFLOADS),
+            ("teacher", self.teacher, TEACHERS),
             *(("wire_dtypes", codec, CODECS) for each in self.wire_dtypes for codec in each[2:]),
             *(("gradient_dtypes", codec, GRADIENTS) for codec in self.gradient_dtypes),
         ]
@@ -217,7 +225,8 @@ class Workload:
         else:
             samples = self.samples_per_microbatch
             once = (1 + self._backward_ratio) * samples * self.model.head_flops(self.sequence_tokens)
-        return 2 * once if self.early_exit else once
+        of_teacher = once / (1 + self._backward_ratio) if self.teacher else 0.0  # what it says is a forward pass more
+        return (2 * once if self.early_exit else once) + of_teacher
 
     @property
     def activation_bytes(self) -> int:
@@ -338,14 +347,16 @@ class Workload:
         copied, made = 0, 0 if self.adapter_parameters else each * matrix
         if made and self.compute_dtype == "bf16" and model.tied_embeddings:  # rounded for this task, with its gradient
             copied, made = made, 2 * made + STORED_BYTES * matrix
-        return max(LOGIT_BYTES * logits + copied, each * logits + made) + 2 * STORED_BYTES * tokens * model.hidden
+        made_at_once = LOGIT_BYTES + (TAUGHT_BYTES if self.teacher else 0)
+        return max(made_at_once * logits + copied, each * logits + made) + 2 * STORED_BYTES * tokens * model.hidden
 
     def held_bytes(self, layers: int) -> int:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
         ends, turns = self._tokens * self.model.hidden, 1 + self.repeats
+        taught = 2 * STORED_BYTES * ends if self.teacher else 0  # for this microbatch and the next of its lane
         if self.activation_checkpointing:  # with repeats also what comes out of the last one
-            return (turns * (layers + 1) + (turns > 1)) * COMPUTE_BYTES[self.compute_dtype] * ends
-        return turns * layers * self._layer_bytes() + STORED_BYTES * ends  # the output; in bf16 also the input
+            return (turns * (layers + 1) + (turns > 1)) * COMPUTE_BYTES[self.compute_dtype] * ends + taught
+        return turns * layers * self._layer_bytes() + STORED_BYTES * ends + taught  # the output; in bf16 also the input
 
     def _layer_bytes(self) -> int:
         values = self.model.layer_values_per_token(rounded=self.compute_dtype == "bf16")

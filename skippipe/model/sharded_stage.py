@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams, layout, mean_squared_norm
-from skippipe.model.stage_step import EarlyExit, Key, StageStep, input_gradient
+from skippipe.model.stage_step import EarlyExit, Key, Lesson, StageStep, input_gradient
 from skippipe.model.stand_ins import is_bridge
 from skippipe.optim.interface import BLOCK, HOST_PIECE, Optimizer, ParamSlot
 from skippipe.stage_subset import Hop
@@ -220,15 +220,25 @@ class ShardedStep:
         return self._pass(key, outputs, residual_scale, hop)
 
     def head(
-        self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, share: float = 1.0, counts: bool = True
+        self,
+        key: Key,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        early: float = 0.0,
+        share: float = 1.0,
+        counts: bool = True,
+        lesson: Lesson | None = None,
     ) -> tuple[Tensor, Tensor]:
-        loss, back = self.parts[0].head(key, hidden, labels, share=share, counts=counts)
+        loss, back = self.parts[0].head(key, hidden, labels, share=share, counts=counts, lesson=lesson)
         if early:
             self._exits[key] = EarlyExit(labels, early * share, counts)
             self._exit_early(key)
         return loss, back
 
-    def backward(self, key: Key, gradient: Tensor, *, counts: bool = True) -> Tensor | None:
+    def backward(
+        self, key: Key, gradient: Tensor, *, counts: bool = True, lesson: Lesson | None = None
+    ) -> Tensor | None:
         passage = self._passages.pop(key)
         if passage.bridged is not None:
             new = counts and key not in self.parts[-1].deferred  # as for the layers before it
@@ -241,7 +251,8 @@ class ShardedStep:
         back = gradient * passage.scale
         for part in reversed(self.parts):
             assert back is not None
-            back = part.backward(key, back.to(part.device), counts=counts)
+            first = lesson if part is self.parts[0] else None
+            back = part.backward(key, back.to(part.device), counts=counts, lesson=first)
         if back is not None and passage.scale != 1.0:  # the rest goes past the layers
             back = back + (1 - passage.scale) * gradient.to(back.device)
         return back

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from skippipe.model.lora import initial, is_adapter
 from skippipe.model.model_spec import ModelSpec, is_linear
 from skippipe.model.stand_ins import (
+    EPSILON,
     AdaptedLinear,
     Repeated,
     StageAdapters,
@@ -108,6 +109,20 @@ class StageModel(nn.Module):
         if counted is None:
             return functional.cross_entropy(values, wanted)
         return functional.cross_entropy(values, wanted, reduction="sum") / counted
+
+    def taught_loss(
+        self, hidden: Tensor, labels: Tensor, lesson: Tensor, share: float, counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of which such a `share` comes from what a teacher says, and that of the text alone; `lesson` are the
+        teacher's hidden states before the final norm. For the rest as `loss`."""
+        assert self.norm is not None and self.head is not None, "only stage 0 has the head"
+        with torch.no_grad():
+            target = self.head(self.norm(lesson)).flatten(0, -2).float().softmax(-1)
+        logits, wanted = self.head(self.norm(hidden)).flatten(0, -2).float(), labels.flatten()
+        count = (wanted >= 0).sum() if counted is None else counted
+        of_text = functional.cross_entropy(logits, wanted, reduction="sum") / count
+        more = torch.where(wanted >= 0, distillation(logits, wanted.clamp(min=0), target), 0.0).sum() / count
+        return of_text + share * more, of_text.detach()
 
     def balance(self) -> Tensor | None:
         """The weighted balancing loss of the forward pass that just ended; None for dense layers.
@@ -205,6 +220,21 @@ class StageModel(nn.Module):
         for module in self.layers.modules():
             if isinstance(module, kind):
                 module.register_forward_hook(noted)
+
+
+def distillation(logits: Tensor, labels: Tensor, target: Tensor) -> Tensor:
+    """What the loss of each token becomes more by when the next one is taken from a teacher, which holds each for so
+    probable as the `target` says, instead of the text."""
+    of_labels = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return of_labels - (target * logits).sum(-1)  # the logarithms of both sums are the same
+
+
+def hidden_distances(hidden: Tensor, teacher: Tensor) -> Tensor:
+    """Of each sample: the mean square of the difference, as norms make it of any size."""
+    width = hidden.shape[-1:]
+    one, other = (functional.rms_norm(each.float(), width, eps=EPSILON) for each in (hidden, teacher))
+    distances: Tensor = (one - other).square().mean((1, 2))
+    return distances
 
 
 def layer_ranges(counts: tuple[int, ...]) -> list[range]:

@@ -31,7 +31,7 @@ from torch.nn import functional
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams, WeightCopies
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageModel
+from skippipe.model.stage import StageModel, hidden_distances
 from skippipe.model.stand_ins import LinearAdapter, StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.stage_subset import Hop
@@ -130,6 +130,24 @@ class EarlyExit(NamedTuple):
     counts: bool
 
 
+class Lesson(NamedTuple):
+    """What the whole model has made of a microbatch that leaves stages out, as far as the stage, or before the head."""
+
+    hidden: Tensor
+    share: float
+    """How much of the loss comes from what it says, instead of the text."""
+    distance: float = 0.0
+    """Weight of the distance of the microbatch's own hidden states from these, which is added to the loss."""
+
+    def pull(self, hidden: Tensor) -> Tensor | float:
+        """The gradient of that distance with respect to the microbatch's hidden states."""
+        if not self.distance:
+            return 0.0
+        with torch.enable_grad():
+            leaf = hidden.detach().float().requires_grad_()
+            return torch.autograd.grad(self.distance * hidden_distances(leaf, self.hidden).mean(), leaf)[0]
+
+
 class StageStep:
     """A stage of the model, its weights and gradients, and the microbatches that are on their way through it."""
 
@@ -168,6 +186,7 @@ class StageStep:
         if self._low_precision:
             self._copies = WeightCopies(self.weights, self._linear_weights(recompute), torch.bfloat16)
         self._loss: Callable[..., Tensor] = self.model.loss
+        self._taught_loss: Callable[..., tuple[Tensor, Tensor]] = self.model.taught_loss
         if compiled:
             self._compile()
         self._split = split_backward
@@ -195,21 +214,35 @@ class StageStep:
         return self._forward(key, inputs, residual_scale, starts, hop)
 
     def head(
-        self, key: Key, hidden: Tensor, labels: Tensor, *, early: float = 0.0, share: float = 1.0, counts: bool = True
+        self,
+        key: Key,
+        hidden: Tensor,
+        labels: Tensor,
+        *,
+        early: float = 0.0,
+        share: float = 1.0,
+        counts: bool = True,
+        lesson: Lesson | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The loss times the `share` of the microbatch in the iteration, and its gradient with respect to the inputs.
 
         `early` is the weight of a second loss, of this stage's own outputs for the microbatch. Its gradient joins the
-        other one at the backward pass.
+        other one at the backward pass. With a `lesson` the gradient is that of what is taught, too; the loss is that of
+        the text in any case.
         """
-        loss, back = self._head(hidden, labels, share, counts)
+        loss, back = self._head(hidden, labels, share, counts, lesson)
         if early:
             self._exits[key] = EarlyExit(labels, early * share, counts)
             self._exit_early(key)
+        if lesson is not None:
+            back = back + lesson.pull(hidden)
         return loss * share, back
 
-    def backward(self, key: Key, gradient: Tensor, *, counts: bool = True) -> Tensor | None:
-        """The gradient for the node before; None at the data node, where the microbatch began."""
+    def backward(
+        self, key: Key, gradient: Tensor, *, counts: bool = True, lesson: Lesson | None = None
+    ) -> Tensor | None:
+        """The gradient for the node before; None at the data node, where the microbatch began. A `lesson` adds that of
+        the distance between the stage's inputs and those of the teacher."""
         held = self.held.pop(key)
         counts = counts and key not in self.deferred  # or it came before, and counts when what was deferred is added
         roots, gradients = [held.outputs if held.crossed is None else held.crossed], [gradient]
@@ -227,7 +260,9 @@ class StageStep:
         if self._split and counts:
             self.deferred[key] = self._deferred_now.copy()
         self._deferred_now.clear()
-        return None if back is None else back.float()
+        if back is None:
+            return None
+        return back.float() if lesson is None else back.float() + lesson.pull(held.inputs)
 
     def weight_gradients(self, key: Key, *, counts: bool = True) -> None:
         """Add the weight gradients that a split backward has deferred; one that did not count has deferred none."""
@@ -289,16 +324,24 @@ class StageStep:
         self.held[key] = SavedForBackward(inputs, outputs, balance, crossed=changed)
         return crossed.detach()
 
-    def _head(self, hidden: Tensor, labels: Tensor, weight: float, counts: bool) -> tuple[Tensor, Tensor]:
+    def _head(
+        self, hidden: Tensor, labels: Tensor, weight: float, counts: bool, lesson: Lesson | None = None
+    ) -> tuple[Tensor, Tensor]:
         self._refresh_copies()
+        pieces = self._pieces(hidden, labels)
+        lessons = [] if lesson is None else lesson.hidden.view_as(hidden).flatten(0, -2).chunk(len(pieces))
         losses, backs = [], []
-        for given, *wanted in self._pieces(hidden, labels):
+        for number, (given, wanted, *counted) in enumerate(pieces):
             inputs = given.detach().requires_grad_()
             with self.autocast():
-                loss = self._loss(inputs, *wanted)
+                if lesson is None:
+                    loss = of_text = self._loss(inputs, wanted, *counted)
+                else:
+                    taught = lessons[number].view_as(given), lesson.share
+                    loss, of_text = self._taught_loss(inputs, wanted, *taught, *counted)
             back = input_gradient(inputs, [loss], [torch.full_like(loss, weight)], counts)
             assert back is not None
-            losses.append(loss.detach())
+            losses.append(of_text.detach())
             backs.append(back)
         return torch.stack(losses).sum(), torch.cat(backs).view_as(hidden)
 
@@ -348,6 +391,7 @@ class StageStep:
             layer.compile(dynamic=False)
         if self.model.head is not None:
             self._loss = torch.compile(self.model.loss, dynamic=False)
+            self._taught_loss = torch.compile(self.model.taught_loss, dynamic=False)
 
     def autocast(self) -> Any:
         device = torch.device(self.device).type  # its cache would keep the copies of a whole stage, each used once

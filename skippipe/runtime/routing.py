@@ -11,13 +11,14 @@ on, what was sent beyond that place before the change (an earlier epoch) is stal
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from skippipe import constraints, dispatch
 from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.messages import Reroute
+from skippipe.whole_paths import teacher_paths
 
 steps, place = python_version(dispatch.steps), python_version(dispatch.place)
 
@@ -162,3 +163,15 @@ def apply_reroute(routes: Sequence[Route], change: Reroute) -> None:
     for lane, at in change.skipped:
         routes[lane].skipped |= {at}
         routes[lane].stale[at] = change.epoch
+
+
+def teacher_routes(
+    plan: Plan, routes: Sequence[Route], gone: Collection[int] = ()
+) -> dict[int, tuple[int, ...]] | None:
+    """The teacher's path of each lane that has one (`whole_paths.teacher_paths`), over nodes that are on lanes: so all
+    know that they are there. None: there is none from a data node that is not `gone`.
+
+    Nodes and the coordinator each derive them, so nobody has to be told.
+    """
+    there = {node for route in routes for at, node in enumerate(route.path) if at not in route.skipped}
+    return teacher_paths(plan, [route.path for route in routes], there - set(gone))

@@ -24,7 +24,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.sharded_stage import ShardedStep
-from skippipe.model.stage_step import StageStep
+from skippipe.model.stage_step import Lesson, StageStep
 from skippipe.model.stand_ins import is_stand_in
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.device_copies import Copies, copies_of
@@ -103,6 +103,8 @@ class StageExecutor:
                 return self._settled(self._task(work))
             case ops.EvaluateSamples():
                 return self._settled(self._evaluate(work))
+            case ops.TeacherForward():
+                return self._settled(self._teach(work))
             case ops.DropMicrobatch():
                 return self.tasks.drop((work.lane, work.microbatch))
             case ops.ClearGradients():
@@ -319,10 +321,27 @@ class StageExecutor:
             _, labels = self._batch(task)
             assert self._sampler is not None
             early, share = self._recipe.early_exit, self._sampler.share(task.iteration, task.data)
-            loss, gradient = self.tasks.head(key, given, labels, early=early, share=share, counts=task.counts)
+            loss, gradient = self.tasks.head(
+                key, given, labels, early=early, share=share, counts=task.counts, lesson=self._lesson(task)
+            )
             return ops.OpResult(self._encode_hop(gradient, task.wire_dtype or self._back_dtype), loss)
-        back = self.tasks.backward(key, given, counts=task.counts)
+        back = self.tasks.backward(key, given, counts=task.counts, lesson=self._lesson(task))
         return NO_RESULT if back is None else ops.OpResult(self._encode_hop(back, task.wire_dtype or self._back_dtype))
+
+    def _lesson(self, task: ops.StageTask) -> Lesson | None:
+        if task.lesson is None:
+            return None
+        return Lesson(self._decode_hop(task.lesson), self._recipe.distill, self._recipe.distill_hidden)
+
+    def _teach(self, task: ops.TeacherForward) -> ops.OpResult:
+        if task.step == 0:
+            assert self._sampler is not None
+            given, _ = self._batch(task)
+            starts = self._sampler.starts(task.iteration, task.data)
+        else:
+            given, starts = self._decode_hop(task.given), self._starts(task.given)
+        outputs = self.tasks.evaluate(given, self._on_device(starts))
+        return ops.OpResult(self._encode_hop(outputs, task.wire_dtype, starts))
 
     def _evaluate(self, task: ops.EvaluateSamples) -> ops.OpResult:
         if 0 < task.step < task.length:
@@ -340,7 +359,7 @@ class StageExecutor:
         loss = self.tasks.evaluate_head(self._decode_hop(task.given), targets)
         return ops.OpResult(None, loss, int((labels >= 0).sum()))
 
-    def _batch(self, task: ops.StageTask) -> tuple[Tensor, Tensor]:
+    def _batch(self, task: ops.StageTask | ops.TeacherForward) -> tuple[Tensor, Tensor]:
         assert self._sampler is not None, "only data nodes read text"
         inputs, labels = self._sampler.batch(task.iteration, task.data)
         return torch.from_numpy(inputs).to(self.tasks.device), torch.from_numpy(labels).to(self.tasks.device)

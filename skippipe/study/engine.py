@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from skippipe.codecs import compile_on_device
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
-from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.stand_ins import EPSILON, Bridges, StageAdapters, adapter_scale, bridges_of
+from skippipe.model.stage import StageModel, distillation, hidden_distances, layer_ranges
+from skippipe.model.stand_ins import Bridges, StageAdapters, adapter_scale, bridges_of
 from skippipe.optim.config import OptimConfig
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import Visits
@@ -71,7 +70,7 @@ class Engine:
         self._subspace = self._new_subspace(spec)
         self._loss: Callable[[Tensor, Tensor], Tensor] = self.stages[0].loss
         self._teaching: Callable[[Tensor, Tensor, Tensor], Tensor] = self._distillation
-        self._distance: Callable[[Tensor, Tensor], Tensor] = _distances
+        self._distance: Callable[[Tensor, Tensor], Tensor] = hidden_distances
         if compiled:
             keep_compiled_forms()  # of a layer: with adapters or without, with gradients or without, of many samples
             compile_on_device()
@@ -80,7 +79,7 @@ class Engine:
                     layer.compile()
             self._loss = torch.compile(self.stages[0].loss)
             self._teaching = torch.compile(self._distillation)
-            self._distance = torch.compile(_distances)
+            self._distance = torch.compile(hidden_distances)
         can_record = device.startswith("cuda") and spec.router is None  # who goes to which expert is not data
         self._recordings = GraphCache(device) if can_record else None
 
@@ -344,10 +343,7 @@ class Engine:
         assert norm is not None and head is not None
         with torch.no_grad():
             target = head(norm(teacher)).float().softmax(-1)
-        logits = head(norm(hidden)).float()
-        of_labels = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-        more: Tensor = (of_labels - (target * logits).sum(-1)).mean()  # the logarithms of both sums are the same
-        return more
+        return distillation(head(norm(hidden)).float(), labels, target).mean()
 
     def _set_adapters(self, missing: Tensor | None, left_out: Tensor | int = 0) -> None:
         """Adapters for the next forward pass, through one stage, of samples that skip so many stages each, and of these
@@ -451,14 +447,6 @@ def _driven(given: Tensor, made: Tensor, drives: tuple[tuple[float, int], ...], 
     return torch.cat(
         [after if drive == 1.0 else torch.lerp(before, after, drive) for before, after, (drive, _) in pairs]
     )
-
-
-def _distances(hidden: Tensor, teacher: Tensor) -> Tensor:
-    """Of each sample: the mean square of the difference, as norms make it of any size."""
-    width = hidden.shape[-1:]
-    one, other = (functional.rms_norm(each.float(), width, eps=EPSILON) for each in (hidden, teacher))
-    distances: Tensor = (one - other).square().mean((1, 2))
-    return distances
 
 
 class _SelectRows(torch.autograd.Function):

@@ -53,8 +53,6 @@ FOR_STUDIES = {
     "recipe.adapters_by_hop",
     "recipe.adapters_shared",
     "recipe.repeats",
-    "recipe.distill",
-    "recipe.distill_hidden",
 }
 """Fields that training refuses."""
 Strategies = Literal["best", "skippipe", "no-tc2", "dtfm-skip", "dtfm"]
@@ -339,7 +337,6 @@ class JobConfig:
         studied = {
             "adapters_by_hop": recipe.adapters_by_hop,
             "adapters": recipe.adapters > 0 and not recipe.heal,  # else they are those beside model.weights
-            "distill": recipe.distill > 0,
         }
         for name, set_here in studied.items():
             if set_here:

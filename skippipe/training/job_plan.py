@@ -87,6 +87,7 @@ def _as_job_trains(workload: Workload, job: JobConfig, spec: ModelSpec, stages: 
     return replace(
         workload,
         early_exit=job.recipe.early_exit > 0,
+        teacher=job.recipe.teacher,
         optimizer=job.learning.optimizer,
         collective=job.averaging.engine,
         offload=job.compute.offload,

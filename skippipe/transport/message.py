@@ -49,6 +49,7 @@ class MessageKind(IntEnum):
     STEP_HOP = 8
     PROBE_PIECE = 9
     VALIDATION_HOP = 10
+    TEACHER_HOP = 11
 
     @property
     def label(self) -> str:
@@ -188,6 +189,20 @@ class ValidationHop(Header):
     """As in `Hop`."""
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherHop(Header):
+    """An activation of a microbatch that passes every stage, forward only, to teach what its own path leaves out."""
+
+    kind = MessageKind.TEACHER_HOP
+    layout = struct.Struct("<QIIII")
+    iteration: int
+    lane: int
+    microbatch: int
+    step: int
+    epoch: int = 0
+    """As in `Hop`."""
+
+
 PING, PONG = 0, 1
 
 
@@ -223,7 +238,7 @@ HEADERS: dict[MessageKind, type[Header]] = {
     each.kind: each
     for each in (
         *(Hop, GradientPiece, Stamp, StatePiece, BackupPiece, WeightsPiece, CheckpointPiece, StepHop, ProbePiece),
-        ValidationHop,
+        *(ValidationHop, TeacherHop),
     )
 }
 

@@ -15,7 +15,8 @@ from skippipe.runtime.simulation.fault_injection import DURING, Fault, accuse, d
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.timeline import Timing
-from skippipe.workload import Workload
+from skippipe.whole_paths import planned_teacher_paths
+from skippipe.workload import TEACHERS, Workload
 from tests.helpers.plans import TINY, drawn_averaging, relayed, uniform_cluster
 
 
@@ -131,6 +132,7 @@ class Scenario:
         about += f", gradients of {self.plan.workload.gradient_dtype}" * (self.plan.averagings[0].rounds > 1)
         about += f", a drift of {self.drift:g}" * bool(self.drift)
         about += f", skip {self.recipe.skip}" * bool(self.recipe.phases)
+        about += f", taught by {self.plan.workload.teacher}" * bool(self.plan.workload.teacher)
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))
 
 
@@ -172,4 +174,13 @@ def scenario(seed: int) -> Scenario:
     if random.random() < 0.1:
         accuser = accuse(random.choice(sorted(plan.stage_of))).at(random.randrange(iterations))
         faults.append(accuser.back_after(random.choice([3.0, 40.0, 400.0])))
-    return replace(found, faults=tuple(faults))
+    return with_teacher(replace(found, faults=tuple(faults)), Random(f"teacher {seed}"))
+
+
+def with_teacher(what: Scenario, random: Random) -> Scenario:
+    """The same; one time in three the whole model teaches, if it can, and some of the faults are of that time."""
+    plan = what.plan.edited(workload=replace(what.plan.workload, teacher=random.choice(TEACHERS[1:])))
+    if random.random() < 2 / 3 or not planned_teacher_paths(plan):
+        return what
+    faults = [replace(each, during="teaching") if random.random() < 0.5 else each for each in what.faults]
+    return replace(what, plan=plan.promising(simulate(plan, Timing.FULL)), faults=tuple(faults))

@@ -177,7 +177,7 @@ def staged(what: Scenario) -> Played:
     random = Random(what.seed)
     disturb: Callable[[int], int] = lambda duration_ns: int(duration_ns * random.uniform(0, 3))  # noqa: E731
     recorder, store, log = EventRecorder(), MemoryStore(len(what.plan.stages)), CheckedLog()
-    long = what.plan is published()
+    long = what.plan.cluster is published().cluster
     cluster = VirtualCluster(
         what.plan,
         CoordinatorSettings(

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from skippipe import workload
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel
-from skippipe.model.stage_step import StageStep
+from skippipe.model.stage_step import Lesson, StageStep
 from skippipe.model.stand_ins import StagePlace
 from skippipe.model_shape import ModelShape
 from skippipe.optim.config import OptimConfig
@@ -140,6 +141,34 @@ def test_a_head_in_pieces_is_the_same_head(monkeypatch: pytest.MonkeyPatch) -> N
     assert workload.head_pieces(labels.numel(), SHAPE.vocab) == 8
     for whole, pieces in zip(*found, strict=True):
         torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-7)
+
+
+def test_a_head_learns_from_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in pieces; and the loss is that of the text."""
+    work = workload_of(SHAPE, "fp32", tokens=128, samples=2)
+    hidden, labels = drawn(work)
+    lesson = Lesson(drawn(work)[0].roll(1, 1), 0.75, 3.0)
+    labels[0, 100:] = -100  # these do not count
+    step = stage_of(SHAPE, work)
+    norm, head = step.model.norm, step.model.head
+    assert norm is not None and head is not None
+    leaf = hidden.clone().requires_grad_()
+    values, counted = head(norm(leaf)), labels.flatten() >= 0
+    shares = head(norm(lesson.hidden)).detach().flatten(0, 1)[counted].softmax(-1)
+    of_text = functional.cross_entropy(values.flatten(0, 1), labels.flatten())
+    of_teacher = functional.cross_entropy(values.flatten(0, 1)[counted], shares)
+    units = [functional.normalize(each, dim=-1) * SHAPE.hidden**0.5 for each in (leaf, lesson.hidden)]
+    distance = 3.0 * (units[0] - units[1]).square().mean()
+    weights = [*norm.parameters(), *head.parameters()]
+    total = 0.25 * of_text + 0.75 * of_teacher
+    expected = torch.autograd.grad(0.5 * total + distance, [leaf, *weights])
+    for most in (2**27, 2**14):
+        monkeypatch.setattr(workload, "LOGIT_VALUES", most)
+        step.weights.clear_gradient()
+        loss, back = step.head(KEY, hidden, labels, share=0.5, lesson=lesson)
+        torch.testing.assert_close(loss, 0.5 * of_text.detach())
+        for found, wanted in zip((back, *(each.grad for each in weights)), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("split", [False, True])

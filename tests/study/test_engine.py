@@ -36,11 +36,12 @@ SANDWICH = (Lane((0, 2, 5, 6), 2), Lane((1, 3, 7), 1), Lane((0, 5, 7), 1), Lane(
         (SKIPPED, "llama-tied", SkipSchedule("1/4", gradients="all")),
         (SWAPPED, "mistral", SkipSchedule("0")),
         (SANDWICH, "llama", SkipSchedule("0 & 1/4", bridges=3, early_exit=0.4)),
+        (SANDWICH, "llama", SkipSchedule("0 & 1/4", distill=0.8, distill_hidden=2.0, early_exit=0.4)),
     ],
-    ids=["full", "scaled with an early exit", "gradients over all", "swapped", "a sandwich with bridges"],
+    ids=["full", "scaled with an early exit", "gradients over all", "swapped", "a sandwich with bridges", "taught"],
 )
 def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe: SkipSchedule) -> None:
-    plan, spec = plan_of(lanes, family=family, bridges=recipe.bridges)
+    plan, spec = plan_of(lanes, family=family, bridges=recipe.bridges, teacher=recipe.teacher)
     sampler = sampler_of(plan)
     visits = [plan.visits(lane) for lane in plan.lanes for _ in range(lane.microbatches)]
     alone = ReferenceTrainer(
@@ -48,7 +49,7 @@ def test_the_engine_is_one_process(lanes: tuple[Lane, ...], family: str, recipe:
         spec,
         COARSE,
         sampler,
-        recipe=SkipSchedule(residual=recipe.residual, gradients=recipe.gradients, early_exit=recipe.early_exit),
+        recipe=replace(recipe, skip="", bridges=0),
     )
     engine = Engine(spec, plan.layers, COARSE, recipe)
     for number in range(4):

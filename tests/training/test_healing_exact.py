@@ -37,6 +37,8 @@ torch.set_num_threads(1)
 COARSE = OptimConfig(rate=3e-3, warmup=2, iterations=4, clip=1.0, epsilon=1e-3)  # Adam sees how large gradients are
 WHOLE, LONG_HOPS = Lane((0, 2, 5, 6), 1), (Lane((1, 7), 2), Lane((0, 4), 1))  # two stages left out by one hop
 LANES = (WHOLE, *LONG_HOPS, Lane((1, 3, 7), 1), Lane((0, 5), 1))
+PLAIN = SkipSchedule(residual="scaled", early_exit=0.3)
+TAUGHT = SkipSchedule(distill=0.8, distill_hidden=2.0, early_exit=0.3)
 CHECKPOINTING: dict[str, Any] = {"split": True, "activation_checkpointing": True}
 UNBALANCED = {"config": {"router_aux_loss_coef": 0.0}}  # studies balance all microbatches together
 
@@ -59,10 +61,12 @@ def disturb(weights: dict[str, Tensor]) -> None:
         [
             ("llama", {}, SkipSchedule(), {}),
             ("llama-tied", {"repeats": 2}, SkipSchedule(residual="scaled", early_exit=0.4), CHECKPOINTING),
+            ("llama", {}, TAUGHT, {}),
         ],
         [
             ("qwen3", {"repeats": 0}, SkipSchedule(gradients="all"), {}),
             ("mistral", {"bridges": 0}, SkipSchedule(), CHECKPOINTING),
+            ("llama", {}, SkipSchedule(distill=0.9, gradients="all"), CHECKPOINTING),
             ("qwen3_moe", {"repeats": 2}, SkipSchedule(), UNBALANCED),
             ("qwen3_moe", {}, SkipSchedule(early_exit=0.4), {**UNBALANCED, **CHECKPOINTING}),
         ],
@@ -71,7 +75,7 @@ def disturb(weights: dict[str, Tensor]) -> None:
 def test_one_process_is_the_engine_of_studies(
     family: str, ranks: dict[str, int], recipe: SkipSchedule, options: dict[str, Any]
 ) -> None:
-    plan, spec = plan_of(LANES, family=family, **options)
+    plan, spec = plan_of(LANES, family=family, teacher=recipe.teacher, **options)
     spec = healed(spec.config, **ranks)
     sampler = sampler_of(plan)
     alone = ReferenceTrainer(plan, spec, COARSE, sampler, recipe=recipe)
@@ -104,15 +108,21 @@ def test_one_process_is_the_engine_of_studies(
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks", "options"),
+    ("family", "ranks", "recipe", "options"),
     others_slow(
-        [("llama", {}, {}), ("llama-tied", {"bridges": 0, "repeats": 2}, CHECKPOINTING)],
-        [("qwen3_moe", {}, {"split": True}), ("qwen3_moe", {}, {"activation_checkpointing": True})],
+        [("llama", {}, PLAIN, {}), ("llama-tied", {"bridges": 0, "repeats": 2}, TAUGHT, CHECKPOINTING)],
+        [
+            ("llama", {}, SkipSchedule(distill=0.9), {"wire_dtype": "int8"}),
+            ("qwen3_moe", {}, PLAIN, {"split": True}),
+            ("qwen3_moe", {}, TAUGHT, {"activation_checkpointing": True}),
+        ],
     ),
 )
-def test_many_nodes_are_one_process(family: str, ranks: dict[str, int], options: dict[str, Any]) -> None:
-    plan, spec = plan_of(LANES, family=family, adapter_parameters=99, **options)
-    assert_exact(plan, healed(spec.config, **ranks), COARSE, SkipSchedule(residual="scaled", early_exit=0.3))
+def test_many_nodes_are_one_process(
+    family: str, ranks: dict[str, int], recipe: SkipSchedule, options: dict[str, Any]
+) -> None:
+    plan, spec = plan_of(LANES, family=family, adapter_parameters=99, teacher=recipe.teacher, **options)
+    assert_exact(plan, healed(spec.config, **ranks), COARSE, recipe)
 
 
 @pytest.mark.parametrize("during", others_slow(["backward"], ["forward", "averaging", "step"]))

@@ -237,7 +237,6 @@ def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path
         ({"lora": LoraConfig(rank=4)}, "lora: with recipe.heal other adapters are trained"),
         ({"recipe": replace(HEAL, early_exit=0.5)}, "recipe.early_exit: is for a model that is trained itself"),
         ({"recipe": replace(HEAL, residual="scaled")}, "recipe.residual: is for a model that is trained itself"),
-        ({"recipe": replace(HEAL, distill=0.5)}, "recipe.distill: only studies have it yet"),
         ({"validation": ValidationConfig(share=0.1)}, "validation: measures the whole model"),
         ({"survive": RecoveryConfig(lost_stage="neighbours")}, "survive.lost_stage: the adapters of a lost stage"),
     ],

@@ -67,6 +67,7 @@ CHATS = {"data.texts": ["chats.jsonl"], "data.folder": None, "data.tokenizer": "
 HELD_OUT = {"validation.share": 0.5}
 WEIGHTS = {"model.weights": "weights", "model.config": None, "data.vocabulary": None, "data.folder": None}
 ADAPTERS = {**WEIGHTS, "lora.rank": 4}
+TAUGHT = {"recipe.distill": 0.5, "recipe.skip": "1/3", "pipeline.skip": None}
 FITTED = {**WEIGHTS, "model.weights": "fitted", "pipeline.layers": "2,1,2"}
 
 FIELDS: dict[str, Any] = {
@@ -110,8 +111,8 @@ FIELDS: dict[str, Any] = {
     "recipe.adapters_by_hop": Refused(True),
     "recipe.adapters_shared": Refused(4),
     "recipe.repeats": Refused(1),
-    "recipe.distill": Refused(0.5),
-    "recipe.distill_hidden": Refused(0.5),
+    "recipe.distill": Change(0.5, {"recipe.skip": "1/3", "pipeline.skip": None}),
+    "recipe.distill_hidden": Change(1.5, TAUGHT, TAUGHT),
     "recipe.heal": Change("0%", FITTED, FITTED),
     "lora.rank": Change(4, WEIGHTS, WEIGHTS),
     "lora.alpha": Change(9.0, ADAPTERS, ADAPTERS),

@@ -237,6 +237,7 @@ def test_every_kind_has_its_numbers() -> None:
         "CHECKPOINT_PIECE": ("stage piece collection", "010000000200000003"),
         "STEP_HOP": ("step lane place", "01000000000000000200000003"),
         "VALIDATION_HOP": ("iteration lane microbatch step epoch", "010000000000000002000000030000000400000005"),
+        "TEACHER_HOP": ("iteration lane microbatch step epoch", "010000000000000002000000030000000400000005"),
         "PROBE_PIECE": ("probe direction step answer_bytes", "0100000000000000020000000300000004"),
     }
 
@@ -247,7 +248,7 @@ MALFORMED: dict[str, tuple[list[bytes], str]] = {
     "magic": (frames_with(magic=b"SKIP"), "does not start like"),
     "version": (frames_with(version=1), "version 1 is not known here; this release speaks 5"),
     "header of version 1": ([frames_with(version=1)[0][:52], bytes(8)], "a header of 52 bytes instead of 64"),
-    "kind": (frames_with(kind=11), "kind 11 is unknown"),
+    "kind": (frames_with(kind=12), "kind 12 is unknown"),
     "body": (frames_with(body=99), "body 99 is unknown"),
     "json in a hop": (frames_with(body=1), "a hop with a body of json"),
     "tensor in control": (frames_with(kind=3), "a control with a body of fp32"),

@@ -20,7 +20,8 @@ from skippipe.constraints import circle
 from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import IterationReport
 from skippipe.runtime.messages import Average, Averaged, ControlMessage, Drain, DrainAck, MicrobatchDone
-from skippipe.runtime.routing import Route, apply_reroute, plan_reroute, routes_of
+from skippipe.runtime.routing import Route, apply_reroute, plan_reroute, routes_of, teacher_routes
+from skippipe.whole_paths import planned_teacher_paths
 
 
 @dataclass
@@ -100,10 +101,14 @@ class Iteration:
     """Epoch in which the iteration began, or started over; earlier messages are of an attempt that was given up."""
     _drain: DrainState = DrainState.AS_PLANNED
     _routes: list[Route] = field(init=False)
+    _gone: set[int] = field(default_factory=set)
+    _teacher: dict[int, tuple[int, ...]] = field(init=False)
+    """Lane → the teacher's path."""
     _drained: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._routes = routes_of(self.plan)
+        self._teacher = planned_teacher_paths(self.plan) or {}
         self.first_epoch = self.epoch
 
     def on_message(self, node: int, control: MicrobatchDone | DrainAck | Averaged) -> bool:
@@ -131,6 +136,7 @@ class Iteration:
     def reroute(self, node: int, active: list[int]) -> tuple[int, int] | None:
         """A node is lost: how many lanes go another way, and how many places they skip. None: there is no way."""
         self.nodes.discard(node)
+        self._gone.add(node)
         self.log.contributed.pop(node, None)
         change = plan_reroute(
             self.plan,
@@ -143,8 +149,11 @@ class Iteration:
         )
         if change is None:
             return None
-        self.epoch = change.epoch
         apply_reroute(self._routes, change)
+        paths = teacher_routes(self.plan, self._routes, self._gone)
+        if paths is None and not self.log.all_returned(self._routes):
+            return None
+        self.epoch, self._teacher = change.epoch, paths or {}
         self._drain = DrainState.REROUTED
         self.reports.clear()
         self.broadcast(change)
@@ -154,7 +163,7 @@ class Iteration:
     def uses(self, a: int, b: int) -> bool:
         """Does a hop or a message of averaging use the link between two nodes?"""
         paths = [[node for at, node in enumerate(route.path) if at not in route.skipped] for route in self._routes]
-        links = {link for path in paths for link in circle(path)}
+        links = {link for path in (*paths, *self._teacher.values()) for link in circle(path)}
         for stage in self.plan.stages:
             links |= stage.averaging.without(self.plan.stage_of.keys() - self.nodes).links
         return (a, b) in links or (b, a) in links

@@ -23,6 +23,7 @@ from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
 from skippipe.runtime.coordinator.wal_records import plan_record
 from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of
+from skippipe.whole_paths import planned_teacher_paths
 
 if TYPE_CHECKING:
     from skippipe.planner.repair.stage_assignment import Reassignment, StageAssignment
@@ -174,7 +175,7 @@ class Replanner:
         from skippipe.planner.repair.repair import repaired
 
         whole_s = self.settings.planning.total_seconds() * max(1.0, len(active) / NODES_PER_BUDGET)
-        return repaired(
+        found = repaired(
             self.lengths.plans.get(length, self.plan),
             members,
             active,
@@ -182,6 +183,8 @@ class Replanner:
             budget_s=max(whole_s - spent_s, whole_s / 2),
             visited=length,
         )
+        lacks_teacher = found is not None and planned_teacher_paths(found) is None
+        return None if lacks_teacher else found  # the whole model teaches: no stage may be missing
 
     def _log_plan(self) -> None:
         """The plan in full once; later its length will do, as long as no node joins or leaves."""

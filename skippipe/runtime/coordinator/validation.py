@@ -15,6 +15,7 @@ from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, ValidationReport
 from skippipe.runtime.coordinator.settings import ValidationSettings
 from skippipe.runtime.messages import Validate, Validated
+from skippipe.whole_paths import Start, whole_paths
 
 
 @dataclass
@@ -113,24 +114,10 @@ class Validation:
 
 
 def evaluation_paths(plan: Plan, active: Collection[int]) -> list[tuple[int, ...]]:
-    """Paths through every stage in its order, as many as the largest stage has nodes, so that all nodes compute: of
-    the nodes with the fewest paths so far, the one that is reached soonest. Empty: there is none."""
+    """Paths through every stage in its order, as many as the largest stage has nodes, so that all nodes can compute.
+    Empty: there is none."""
     stages = [[node for node in stage.nodes if node in active] for stage in plan.stages]
-    reachable, costs = plan.cluster.bandwidth_bytes_per_s > 0, plan.costs
-    used = dict.fromkeys(plan.stage_of, 0)
-    found = []
-    for _ in range(max(map(len, stages))):
-        path: list[int] = []
-        for at, nodes in enumerate(stages):
-            near = [node for node in nodes if not path or (reachable[path[-1], node])]
-            if path and at + 1 == len(stages):  # and back to the head
-                near = [node for node in near if reachable[node, path[0]]]
-            if not near:
-                break
-            hop_ns = {node: int(costs.hop_ns[path[-1], node]) if path else 0 for node in near}
-            path.append(min(near, key=lambda node: (used[node], hop_ns[node], node)))
-        if len(path) == len(stages):
-            found.append(tuple(path))
-        for node in path:
-            used[node] += 1
-    return found
+    if not all(stages):
+        return []
+    starts = [Start(stages[0][number % len(stages[0])]) for number in range(max(map(len, stages)))]
+    return [path for path in whole_paths(plan, starts, stages) if path is not None]

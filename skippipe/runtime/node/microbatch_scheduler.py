@@ -18,12 +18,14 @@ from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.messages import Averaged, MicrobatchDone, Reroute
 from skippipe.runtime.node.copies import CopyTimes, MovingTensor
+from skippipe.runtime.node.forward_passes import TeacherPasses
 from skippipe.runtime.node.interfaces import NodeEnv
 from skippipe.runtime.node.ops import DropMicrobatch, OpQueue, OpResult, StageTask
 from skippipe.runtime.routing import apply_reroute, routes_of
 from skippipe.stage_subset import hops_of
 from skippipe.timeline import Timing
 from skippipe.transport.message import Hop, Message
+from skippipe.whole_paths import planned_teacher_paths
 
 all_steps, steps = python_version(dispatch.all_steps), python_version(dispatch.steps)
 place, message_pass = python_version(dispatch.place), python_version(dispatch.message_pass)
@@ -77,6 +79,7 @@ class NodeSchedule:
         hops = [hops_of(each, len(plan.stages)) for each in visits]
         self.hops = [[there.get(stage) for stage in each] for each, there in zip(visits, hops, strict=True)]
         """[lane][step]: how the path goes on after a forward step, if it leaves stages out."""
+        self.teacher_paths = planned_teacher_paths(plan) or {}
         self.planned_ns: dict[tuple[int, int, int], int] = {}
         """Lane, microbatch and step → planned start of the task; empty if the plan has none, or not of the full
         timing."""
@@ -89,7 +92,15 @@ class MicrobatchScheduler:
     """Chooses the node's next task, and keeps account of one iteration."""
 
     def __init__(
-        self, schedule: NodeSchedule, iteration: int, node: EpochHolder, env: NodeEnv, ops: OpQueue, *, recorded: bool
+        self,
+        schedule: NodeSchedule,
+        iteration: int,
+        node: EpochHolder,
+        env: NodeEnv,
+        ops: OpQueue,
+        teacher: TeacherPasses,
+        *,
+        recorded: bool,
     ) -> None:
         self.routes = routes_of(schedule.plan)
         self.left = schedule.tasks
@@ -111,6 +122,7 @@ class MicrobatchScheduler:
         self._node = node
         self._env = env
         self._ops = ops
+        self._teacher = teacher
         self._recorded = recorded
         self._begun_ns = self._averaging_ns = env.now_ns()
         self._ready: list[ReadyTask] = []
@@ -121,7 +133,8 @@ class MicrobatchScheduler:
         self._headed: set[MicrobatchKey] = set()
         self._losses: dict[MicrobatchKey, Any] = {}
         self._seen: set[tuple[int, int, int]] = set()
-        self._newest: dict[int, int] = {}
+        self.newest: dict[int, int] = {}
+        """Lane → its last microbatch that has come by, or begun here."""
         self._sent: dict[tuple[int, int], tuple[int, Any]] = {}
         for lane, route in enumerate(self.routes):
             if route.path[0] == self._number:
@@ -151,7 +164,13 @@ class MicrobatchScheduler:
             self._holding.add(which)
         counted = self._headed if chosen.task.step == chosen.task.length else self.contributed
         wire_dtype = self._wire_dtype(chosen.task.lane, chosen.task.step)
-        task = replace(chosen.task, counts=which not in counted, wire_dtype=wire_dtype, device=self._device_of[which])
+        task = replace(
+            chosen.task,
+            counts=which not in counted,
+            wire_dtype=wire_dtype,
+            device=self._device_of[which],
+            lesson=self._teacher.lesson(chosen.task),
+        )
         self._running[which] = RunningTask(task, chosen.ready_ns, self._env.now_ns())
         return task
 
@@ -201,7 +220,7 @@ class MicrobatchScheduler:
         self._release(set(self._holding))
 
     def _start_microbatch(self, lane: int, microbatch: int, now_ns: int) -> None:
-        self._newest[lane] = microbatch
+        self.newest[lane] = microbatch
         self._ready.append(ReadyTask(self._task(lane, microbatch, 0), now_ns))
 
     def _task(self, lane: int, microbatch: int, step: int) -> StageTask:
@@ -236,6 +255,8 @@ class MicrobatchScheduler:
         here, which may have to run again first, and that device to be free."""
         which = task.lane, task.microbatch
         if which in self._running or self._device_of.get(which) in busy:  # the first: it comes again
+            return False
+        if self._teacher.holds_up(task):
             return False
         here = which in self._holding
         if task.step < task.length and here:  # it comes again: what was deferred of the first time goes before
@@ -323,12 +344,12 @@ class MicrobatchScheduler:
     def take(self, sender: int, message: Message, hop: Hop, arrived_ns: int) -> bool:
         """A hop that is expected; whether it is the first of its kind."""
         lane, microbatch = hop.lane, hop.microbatch
-        if (lane, microbatch, hop.step) in self._seen or microbatch < self._newest.get(lane, 0):
+        if (lane, microbatch, hop.step) in self._seen or microbatch < self.newest.get(lane, 0):
             return False
-        if microbatch > self._newest.get(lane, 0):
+        if microbatch > self.newest.get(lane, 0):
             self._forget_before(lane, microbatch)
         self._seen.add((lane, microbatch, hop.step))
-        self._newest[lane] = microbatch
+        self.newest[lane] = microbatch
         lag_ns = arrived_ns - message.sent_ns
         self.lag_ns[sender] = min(lag_ns, self.lag_ns.get(sender, lag_ns))
         task = self._task(lane, microbatch, hop.step)
@@ -358,7 +379,7 @@ class MicrobatchScheduler:
     def _send_again(self, lane: int, step: int) -> None:
         microbatch, payload = self._sent.get((lane, step), (-1, None))
         route = self.routes[lane]
-        if microbatch < 0 or microbatch != self._newest.get(lane):
+        if microbatch < 0 or microbatch != self.newest.get(lane):
             return
         went_back = (lane, microbatch, route.back(step)) in self._seen
         if step < route.length and went_back and route.after(step) != route.length:

@@ -51,6 +51,9 @@ class StageTask:
     """Codec of its result on the way to the next node; empty: that of the workload."""
     device: int = 0
     """The node's device that it runs on, of those that work side by side."""
+    lesson: Any = None
+    """What the whole model has made of the microbatch, if it learns from that: of a head before the final norm; of a
+    backward pass, where hidden states teach, before this stage."""
 
     @property
     def is_weights(self) -> bool:
@@ -77,8 +80,26 @@ class EvaluateSamples:
         return self.step == self.length
 
 
+@dataclass(frozen=True)
+class TeacherForward:
+    """One forward step of the whole model on this stage, for a microbatch that learns from it; nothing is kept for a
+    backward pass."""
+
+    iteration: int
+    epoch: int
+    """That in which its path was chosen."""
+    lane: int
+    microbatch: int
+    step: int
+    length: int
+    data: int
+    """As in `StageTask`, like the next."""
+    given: Any = None
+    wire_dtype: str = ""
+
+
 class OpResult(NamedTuple):
-    """The result of a `StageTask`, or of `EvaluateSamples`."""
+    """The result of a forward or backward step."""
 
     payload: Any
     """The tensor for the next node on the path."""
@@ -231,6 +252,7 @@ class StoreBackup:
 Op = (
     StageTask
     | EvaluateSamples
+    | TeacherForward
     | DropMicrobatch
     | ClearGradients
     | CheckFinite
@@ -250,7 +272,7 @@ Op = (
 )
 
 OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
-OPS_OF_ITERATION = (StageTask, DropMicrobatch, *OPS_OF_AVERAGING)
+OPS_OF_ITERATION = (StageTask, TeacherForward, DropMicrobatch, *OPS_OF_AVERAGING)
 
 
 class Executor(Protocol):
@@ -423,6 +445,8 @@ def planned_ns(plan: Plan, stage: int, node: int, work: Op) -> int:
         return int(costs.optimizer_ns[stage, node])
     if isinstance(work, EvaluateSamples):
         return int(costs.head_ns[node] if work.is_head else costs.forward_ns[stage, node])
+    if isinstance(work, TeacherForward):
+        return int(costs.forward_ns[stage, node])
     if not isinstance(work, StageTask):
         return 0
     length = work.length

@@ -47,7 +47,7 @@ from skippipe.runtime.messages import (
     Validate,
 )
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
-from skippipe.runtime.node.evaluation import Evaluation
+from skippipe.runtime.node.forward_passes import Evaluation, TeacherPasses
 from skippipe.runtime.node.interfaces import BETWEEN_ITERATIONS, IN_ITERATION, BaseNode, NodeEnv, NodePhase
 from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.ops import (
@@ -71,10 +71,12 @@ from skippipe.runtime.node.ops import (
     SnapshotState,
     StageTask,
     StoreBackup,
+    TeacherForward,
     WriteState,
     op_name,
 )
 from skippipe.runtime.node.state_transfer import StateTransfer
+from skippipe.runtime.routing import teacher_routes
 from skippipe.runtime.state_source import StateSource
 from skippipe.transport.message import (
     BackupPiece,
@@ -83,6 +85,7 @@ from skippipe.transport.message import (
     Hop,
     Message,
     StatePiece,
+    TeacherHop,
     ValidationHop,
     WeightsPiece,
 )
@@ -108,6 +111,7 @@ class TrainingNode(BaseNode):
         self.ops = OpQueue(env.start)
         self._transfer = StateTransfer(self, env, self.ops)
         self._evaluation = Evaluation(number, env, self.drop)
+        self._teacher = TeacherPasses(number, env)
         self._early = EarlyMessages()
         self._peers_done: dict[int, tuple[int, int]] = {}
         """Peer whose download is shared → the last epoch, and iteration, in which it has done its tasks."""
@@ -199,6 +203,7 @@ class TrainingNode(BaseNode):
             self._announce_done([peer])
         self._transfer.reconnected(peer)
         self._evaluation.reconnected(peer)
+        self._teacher.reconnected(peer)
 
     def retry_requests(self, timeout_ns: int) -> None:
         """To be called now and then, because answers may be lost."""
@@ -238,6 +243,11 @@ class TrainingNode(BaseNode):
                 self._average_if_done()
             case EvaluateSamples():
                 self._evaluation.finished(op, result)
+            case TeacherForward():
+                receiver = self._teacher.finished(op, result)
+                if receiver is not None:
+                    self._scheduler.sent_bytes[receiver] += getattr(result.payload, "nbytes", 0)
+                    self._average_if_done()
             case ContributePiece() | AdoptPiece():
                 self._averaging.finished(op, op.given if isinstance(op, AdoptPiece) else result)  # as it came
             case GradNorm():
@@ -261,16 +271,27 @@ class TrainingNode(BaseNode):
         if self.stopped or self.ops.start_next():
             return
         if self.ops.running:
-            if all(isinstance(each, StageTask) for each in self.ops.running):
+            if all(isinstance(each, StageTask) for each in self.ops.running) and not self._start_teaching():
                 self._start_tasks()
             return
         if self.phase is NodePhase.WAITING and (samples := self._evaluation.next()) is not None:
             self.ops.start(samples)
+        if self._start_teaching():
+            return
         if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._visits)) is not None:
             self.ops.start(op)
         self._start_tasks()
         if self.phase is NodePhase.DRAINING and not self._scheduler.has_deferred:
             self._finish_draining()
+
+    def _start_teaching(self) -> bool:
+        """Start the teacher's next step, if one is here: a head waits for it. It runs alone, so where several devices
+        compute, no other task starts before it."""
+        if self.phase is not NodePhase.RUNNING or not self._teacher.advance(self._scheduler.newest):
+            return False
+        if not self.ops.running and (step := self._teacher.next()) is not None:
+            self.ops.start(step)
+        return True
 
     def _start_tasks(self) -> None:
         if self.phase not in (NodePhase.RUNNING, NodePhase.DRAINING):
@@ -298,7 +319,7 @@ class TrainingNode(BaseNode):
         state with."""
         paths = [route.path for route in self._scheduler.routes if self.number in route.path]
         near = {node for path in paths for pair in circle(path) if self.number in pair for node in pair}
-        near |= self._averaging.peers | self._evaluation.peers
+        near |= self._averaging.peers | self._evaluation.peers | self._teacher.peers
         return (near | self._transfer.source_nodes | self._transfer.requesters) - {self.number}
 
     # Iterations
@@ -306,14 +327,16 @@ class TrainingNode(BaseNode):
     def _adopt(self, plan: Plan) -> None:
         self.plan = plan
         most_pieces = max(len(plan.cluster.nodes), len(plan.stages[self.stage].pieces))
-        self._most_early = MOST_EARLY + 4 * len(plan.lanes) + most_pieces
+        self._most_early = MOST_EARLY + (6 if plan.workload.teacher else 4) * len(plan.lanes) + most_pieces
         self._schedule = NodeSchedule(self.number, plan)
 
     def _clear(self, *, recorded: bool) -> None:
         """Forget all of the iteration before."""
-        self._scheduler = MicrobatchScheduler(
-            self._schedule, self.iteration, self, self._env, self.ops, recorded=recorded
+        self._scheduler = scheduler = MicrobatchScheduler(
+            self._schedule, self.iteration, self, self._env, self.ops, self._teacher, recorded=recorded
         )
+        version = self.iteration, self.epoch
+        self._teacher.begin(self.plan, scheduler.routes, self._schedule.teacher_paths, version)
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
         self._averaging = self._new_attempt()
@@ -372,7 +395,7 @@ class TrainingNode(BaseNode):
         header, label = message.header, message.kind.label
         if isinstance(header, (StatePiece, BackupPiece)):
             self._transfer.receive(sender, message)
-        elif not isinstance(header, (Hop, GradientPiece)):
+        elif not isinstance(header, (Hop, GradientPiece, TeacherHop)):
             self.drop(sender, f"{label} that does not come here from there")
         elif header.iteration != self.iteration or self.phase not in IN_ITERATION:
             self.drop(sender, "of an iteration that is over")
@@ -384,12 +407,17 @@ class TrainingNode(BaseNode):
             self.drop(sender, f"{label} without a tensor")
         elif isinstance(header, GradientPiece) and header.epoch != self.epoch:
             self.drop(sender, "a piece of an averaging that was given up")
+        elif isinstance(header, TeacherHop) and header.epoch != self.epoch:
+            self.drop(sender, "a pass of the teacher that begins again")
         elif not self._expects(sender, header):
             self.drop(sender, f"{label} that does not come here from there")
         elif not self._fits(message):
             self.drop(sender, f"{label} of another shape or type")
         elif isinstance(header, Hop):
             if not self._scheduler.take(sender, message, header, arrived_ns):
+                self.drop(sender, f"{label} that has been taken before")
+        elif isinstance(header, TeacherHop):
+            if not self._teacher.take(message):
                 self.drop(sender, f"{label} that has been taken before")
         elif not self._averaging.take(header, message.body):
             self.drop(sender, f"{label} that has been taken before")
@@ -399,9 +427,11 @@ class TrainingNode(BaseNode):
         relayed = isinstance(message.header, GradientPiece) and self._averaging.is_relay(message.header)
         return relayed or self._env.fits(message, self._averaging.schedule)
 
-    def _expects(self, sender: int, header: Hop | GradientPiece) -> bool:
+    def _expects(self, sender: int, header: Hop | GradientPiece | TeacherHop) -> bool:
         if isinstance(header, Hop):
             return self._scheduler.expects(sender, header)
+        if isinstance(header, TeacherHop):
+            return self._teacher.expects(sender, header)
         return self._averaging.expects(sender, header)
 
     # When nodes are lost
@@ -430,6 +460,8 @@ class TrainingNode(BaseNode):
         self.phase = NodePhase.RUNNING
         self.epoch = change.epoch
         self.ops.cancel_running(self._scheduler.reroute(change))
+        paths = teacher_routes(self.plan, self._scheduler.routes, self._gone)
+        self._teacher.reroute([lane for lane, *_ in change.lanes], paths or {}, (self.iteration, self.epoch))
         self._take_early()
 
     def _lose_device(self, lost: DeviceLost) -> None:
@@ -470,7 +502,8 @@ class TrainingNode(BaseNode):
     # Averaging
 
     def _average_if_done(self) -> None:
-        if self._scheduler.left == 0 and self._as_planned and self.phase is NodePhase.RUNNING:
+        left = self._scheduler.left + self._teacher.left
+        if left == 0 and self._as_planned and self.phase is NodePhase.RUNNING:
             self._average()
 
     def _average(self) -> None:

@@ -20,7 +20,7 @@ from skippipe.runtime.node import ops
 
 During = Literal[
     "forward", "head", "backward", "weights", "averaging", "step", "checkpoint", "backup", "joining", "repair",
-    "validation",
+    "validation", "teaching",
 ]  # fmt: skip
 FaultKind = Literal[
     "kill", "lose", "freeze", "cut", "cut one way", "slow node", "slow link", "poison", "stale", "accuse",
@@ -141,6 +141,8 @@ def phase_of(op: ops.Op) -> During | None:
             return "weights" if op.is_weights else "backward"
         case ops.EvaluateSamples():
             return "validation"
+        case ops.TeacherForward():
+            return "teaching"
         case ops.BeginAveraging() | ops.ContributePiece() | ops.AdoptPiece() | ops.GradNorm():
             return "averaging"
         case ops.OptimizerStep():

@@ -22,6 +22,8 @@ class Trail:
     microbatch: int
     step: int
     nbytes: int = 0
+    teaches: bool = False
+    """It is of the teacher's pass."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class SymbolicExecutor:
         self._node = node
         self._has_ends = plan.stage_of.get(node) == 0
         self._split = plan.split_backward
+        self._stage, self._stages = plan.stage_of.get(node, -1), len(plan.stages)
+        self._teacher = plan.workload.teacher
         self._slots = plan.slots[node] // plan.workers[node]
         self._held: dict[MicrobatchKey, int] = {}
         """Microbatch → the device that has it."""
@@ -95,6 +99,8 @@ class SymbolicExecutor:
                 return self._task(op)
             case ops.EvaluateSamples():
                 return self._evaluate(op)
+            case ops.TeacherForward():
+                return self._teach(op)
             case ops.DropMicrobatch():
                 self._held.pop((op.lane, op.microbatch), None)
             case ops.ClearGradients():
@@ -203,6 +209,10 @@ class SymbolicExecutor:
             if task.is_weights or not self._split:
                 del self._held[which]
                 self._add(which, counts=task.counts)
+        hidden = self._teacher == "hidden" and task.length < task.step < 2 * task.length
+        taught = task.length < self._stages and (hidden or (self._teacher != "" and task.step == task.length))
+        passed = self._stage if hidden else self._stages
+        assert task.lesson == (Trail(*which, passed, teaches=True) if taught else None), task
         if 0 < task.step <= 2 * task.length:
             given = task.given
             assert (given.lane, given.microbatch) == which
@@ -213,6 +223,11 @@ class SymbolicExecutor:
         assert task.step == 0 or task.given == Trail(task.lane, task.microbatch, task.step)
         assert len(self.state) <= task.iteration + 1, "a step of another iteration is in the weights"
         return ops.OpResult(Trail(task.lane, task.microbatch, task.step + 1), float(task.microbatch), 1)
+
+    def _teach(self, task: ops.TeacherForward) -> ops.OpResult:
+        assert task.step == 0 or task.given == Trail(task.lane, task.microbatch, task.step, teaches=True)
+        assert len(self.state) <= task.iteration, "a step of another iteration is in the weights"
+        return ops.OpResult(Trail(task.lane, task.microbatch, task.step + 1, teaches=True))
 
     def _add(self, which: MicrobatchKey, *, counts: bool) -> None:
         if counts:

@@ -12,7 +12,7 @@ from skippipe.cost_model import CostModel, ns
 from skippipe.dispatch import message_pass
 from skippipe.runtime.node.state_machine import TrainingNode
 from skippipe.runtime.simulation.symbolic_executor import PIECES
-from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, ValidationHop
+from skippipe.transport.message import BackupPiece, GradientPiece, Hop, Message, TeacherHop, ValidationHop
 
 Link = tuple[int, int]
 
@@ -61,6 +61,8 @@ class VirtualNetwork:
             length = len(node.plan.lanes[header.lane].path)
             which = (message_pass(header.step, length), *link)
             return int(costs.hop_bytes[which]), int(costs.transmit_ns[which])
+        if isinstance(header, TeacherHop):
+            return int(costs.hop_bytes[0, *link]), int(costs.transmit_ns[0, *link])
         if isinstance(header, ValidationHop):
             size = node.plan.workload.activation_bytes
         elif isinstance(header, GradientPiece):
