@@ -1,13 +1,14 @@
 """What `best` gives with everything open, beside the published method, full pipelines and what is proven.
 
-    python -m benchmarks.best [published20] [full-timing] [sandwiches] [codecs] [settings] [first] [sizes] [random]
-                              [--seeds N] [--budget S] [--keep FILE] [--codecs HOPS,BACK,GRADIENTS …]
+    python -m benchmarks.best [published20] [full-timing] [sandwiches] [teacher] [codecs] [settings] [first] [sizes]
+                              [random] [--seeds N] [--budget S] [--keep FILE] [--codecs HOPS,BACK,GRADIENTS …]
 
-Without names, all eight. `codecs` has bytes, seconds and samples a second of smaller codecs in full timing, with sizes
+Without names, all nine. `codecs` has bytes, seconds and samples a second of smaller codecs in full timing, with sizes
 open and given by hand; `--codecs` chooses which, as int8,int4-stochastic,int4: of activations, of their gradients, of
 weight gradients. `first` has the time until there is a valid plan; the others compare seconds of an iteration.
 `full-timing` counts averaging and queues on links, and holds the search against sizes that are given by hand.
-`sandwiches` are iterations with whole paths and halves, against iterations of one kind by turns.
+`sandwiches` are iterations with whole paths and halves, against iterations of one kind by turns. `teacher` is what it
+takes that microbatches which leave stages out also learn from the whole model.
 With `--keep` a run over random clusters that was cut short goes on where it was.
 """
 
@@ -43,7 +44,7 @@ from skippipe.presets import preset, random_cluster
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import path_length_text
 from skippipe.timeline import Timing
-from skippipe.workload import LinkDtypes, Workload
+from skippipe.workload import TEACHERS, LinkDtypes, Workload
 
 RIVALS = (Strategy.SKIPPIPE, Strategy.NO_TC2, Strategy.DTFM_SKIP, Strategy.DTFM)
 ALL = DecisionVariables()
@@ -307,6 +308,30 @@ def sandwiches(seeds: int, budget_s: float) -> None:
             )
 
 
+def teacher(seeds: int, budget_s: float) -> None:
+    """published20: an iteration in which a third of the microbatches visit four of six stages and the others three, by
+    itself, and with a pass of the whole model for each; beside one through all stages."""
+    headings = "timing", "seed", "4 & 2 x 3 stages", "taught by logits", "by hidden states too", "all stages"
+    print("| " + " | ".join(headings) + " |\n" + "|---" * len(headings) + "|")
+    for timing in (Timing.FULL, Timing.CONTENTION_ONLY):
+        problem = replace(problem_of(EXAMPLES["published20"]()), timing=timing, sizes=())
+        for seed in range(seeds):
+            request = PlanRequest(seed=seed, budget_s=budget_s)
+            row = [
+                make_plan_for(
+                    replace(problem, workload=replace(problem.workload, teacher=each)),
+                    (4, 3, 3),
+                    Strategy.BEST,
+                    request,
+                )
+                for each in TEACHERS
+            ]
+            row.append(make_plan(full(problem), Strategy.BEST, request))
+            print(
+                f"| {timing} | {seed} | " + " | ".join(f"{iteration_s(each):.1f} s" for each in row) + " |", flush=True
+            )
+
+
 def read_rows(keep: Path | None, budget_s: float) -> dict[int, dict[str, float]]:
     """[seed][strategy], of earlier runs with this budget."""
     lines = keep.read_text().splitlines() if keep and keep.exists() else []
@@ -318,6 +343,7 @@ PARTS = {
     "published20": published20,
     "full-timing": full_timing,
     "sandwiches": sandwiches,
+    "teacher": teacher,
     "settings": settings,
     "first": first,
     "sizes": sizes,

@@ -266,7 +266,10 @@ def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
 def _teacher(plan: Plan) -> dict[int, NodePath]:
     paths = planned_teacher_paths(plan)
     if paths is None:
-        raise UserError("the whole model is to teach, and no path leads through every stage from each data node")
+        raise UserError(
+            "workload.teacher: no path leads through every stage from each data node and back; training without "
+            "recipe.distill needs none"
+        )
     return paths
 
 
@@ -289,8 +292,8 @@ def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
         if not is_weights(task.step, len(plan.lanes[task.lane].path)):
             collision_ns[task.node] += task.start_ns - task.ready_ns
     for lane, path in _teacher(plan).items():
-        for at, node in enumerate(path):
-            busy_ns[node] += int(plan.costs.forward_ns[at, node]) * plan.lanes[lane].microbatches
+        for node in path:
+            busy_ns[node] += int(plan.costs.forward_ns[plan.stage_of[node], node]) * plan.lanes[lane].microbatches
     costs, split = plan.costs, plan.split_backward
     backward_ns = costs.input_ns if split else costs.backward_ns
     return tuple(

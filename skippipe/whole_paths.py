@@ -19,6 +19,8 @@ from skippipe.jit import Ints
 from skippipe.plan import Plan
 
 NO_WAY = 2**60  # ns
+SLOWEST_NS = 2**46  # as which hops count that take longer, some 20 hours: so that sums stay whole numbers of 64 bits
+CROWDED = 32  # microbatches beside which a way counts twice: on `published20` from 16 to 64 it hardly matters
 
 
 class Start(NamedTuple):
@@ -35,16 +37,16 @@ def whole_paths(plan: Plan, starts: Sequence[Start], nodes: Sequence[Collection[
     """Paths through every stage in its order and back, over these `nodes` of each stage; None: there is no way.
 
     One path after another takes the way that is shortest beside those before it: with u microbatches on them already, a
-    node or link counts 1 + u times what it takes for one.
+    node or link counts 1 + u / `CROWDED` times what it takes for one.
     """
     costs, reachable = plan.costs, plan.cluster.bandwidth_bytes_per_s > 0
-    hop_ns = np.where(reachable, costs.hop_ns, NO_WAY)
+    hop_ns = np.where(reachable, np.minimum(costs.hop_ns, SLOWEST_NS), NO_WAY)
     stages = [np.array(sorted(each), dtype=np.int64) for each in nodes]
     on_node, on_link = np.zeros(costs.nodes, np.int64), np.zeros(hop_ns.shape, np.int64)
 
     def way_ns(senders: Ints, receivers: Ints) -> Ints:
         pairs = np.ix_(senders, receivers)
-        return np.where(hop_ns[pairs] < NO_WAY, hop_ns[pairs] * (1 + on_link[pairs]), NO_WAY)
+        return np.where(hop_ns[pairs] < NO_WAY, hop_ns[pairs] * (CROWDED + on_link[pairs]) // CROWDED, NO_WAY)
 
     def path_from(start: Start) -> NodePath | None:
         home = np.array([start.data_node])
@@ -54,7 +56,7 @@ def whole_paths(plan: Plan, starts: Sequence[Start], nodes: Sequence[Collection[
             if not len(there):
                 return None
             arrival_ns = np.minimum(taken_ns[:, None] + way_ns(here, there), NO_WAY)
-            own_ns = costs.forward_ns[stage, there] * (1 + on_node[there])
+            own_ns = np.minimum(costs.forward_ns[stage, there], SLOWEST_NS) * (CROWDED + on_node[there]) // CROWDED
             before.append(here[arrival_ns.argmin(0)])
             here, taken_ns = there, np.minimum(arrival_ns.min(0) + own_ns, NO_WAY)
         back_ns = taken_ns + way_ns(here, home)[:, 0]

@@ -109,8 +109,8 @@ def job_lengths(job: JobConfig, stages: int, default: int) -> Counter[PathLength
             f"recipe.skip: '{job.followed.skip}' leaves {least} of {stages} stages in {found[shortest]} "
             f"iterations; a path has at least 2: skip {Fraction(stages - 2, stages)} at most"
         )
-    if job.recipe.bridges and found.keys() == {stages}:
-        name = "heal" if job.recipe.heal else "bridges"
+    if (job.recipe.bridges or job.recipe.distill) and found.keys() == {stages}:
+        name = "heal" if job.recipe.heal else "bridges" if job.recipe.bridges else "distill"
         raise UserError(f"recipe.{name}: would have no effect: no path leaves a stage out; set recipe.skip")
     return found
 

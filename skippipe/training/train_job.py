@@ -163,10 +163,21 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
             f"{_trained_text(run_setup.spec)}: {trained / 1e6:.2f}M weights, {trained / parameters:.2%} of the "
             "model's, which stay as they are"
         )
+    if teacher := _teacher_text(run_setup.job):
+        print(teacher)
     job, first = run_setup.job, run_setup.run.first
     left = job.followed.path_lengths(job.iterations, len(plan.stages), plan.visited, first)
     if left.keys() != {plan.visited}:
         print(timetable_text(left, run_setup.plans, len(plan.stages), promised=promised))
+
+
+def _teacher_text(job: JobConfig) -> str:
+    """From what microbatches that leave stages out learn, beside the text; empty: from nothing, and that is usual."""
+    recipe = job.recipe
+    if recipe.teacher:
+        more = ", and its hidden states" if recipe.distill_hidden else ""
+        return f"the whole model teaches microbatches that leave stages out: {recipe.distill:.0%} of their loss{more}"
+    return "note: it learns from the text alone; a teacher makes parts much better: recipe.distill" * bool(recipe.heal)
 
 
 def _trained_text(spec: ModelSpec) -> str:

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.published import published20, published_plan
 from skippipe.simulator import Deadlock, simulate
@@ -78,6 +79,8 @@ def workloads(draw: DrawFn, layers: int) -> Json:
     )
     if adapters is not None and bridges is not None and draw(st.booleans()):
         workload |= {"repeats": draw(st.sampled_from([1, 3])), "mean_repeats": draw(st.sampled_from([0.3, 0.875]))}
+    teacher = draw(st.sampled_from([None, None, None, "logits", "hidden"]))
+    workload |= {} if teacher is None else {"teacher": teacher}
     share = draw(st.sampled_from([None, 0.5, 0.25, 0.9, 1e-300, 0.9999999999999999]))  # the last two: max(1, …)
     return workload if share is None else workload | {"weight_share": share}
 
@@ -194,7 +197,7 @@ def plans(draw: DrawFn, wild: bool = False) -> Json:
 def our_times(plan: Json, timing: Timing) -> Json | None:
     try:
         timeline = simulate(Plan.from_json(plan), timing)
-    except Deadlock:
+    except UserError:  # a deadlock; or there is no path for a teacher
         return None
     return timeline.to_json([node["name"] for node in plan["cluster"]["nodes"]])
 

@@ -18,7 +18,7 @@ from tests.helpers.oracle_costs import CAP_NS, Costs, Node, costs, is_split
 
 
 class LockedUp(Exception):
-    """Microbatches are left, but nothing runs and nothing is on its way."""
+    """Microbatches are left, but nothing runs and nothing is on its way; or a lane has no path for a teacher's pass."""
 
 
 @dataclass
@@ -80,8 +80,53 @@ def circle(nodes: list[str]) -> list[Link]:
     return [(i, j) for i, j in zip(nodes, nodes[1:] + nodes[:1], strict=True) if i != j]
 
 
-def run_tasks(plan: Json, network: Network) -> list[Task]:
+def pass_paths(plan: Json, cost: Costs) -> dict[int, list[str]]:
+    """Of every lane that has a teacher, the nodes of its passes."""
+    stages, teacher = plan["stages"], plan["workload"].get("teacher", "")
+    lanes = [lane for lane, each in enumerate(plan["lanes"]) if teacher and len(each["path"]) < len(stages)]
+    used = {node for each in plan["lanes"] for node in each["path"]}
+    beside: Counter[str | Link] = Counter()
+
+    def crowded(taken: int, what: str | Link) -> int:
+        return min(taken, 2**46) * (32 + beside[what]) // 32
+
+    def hop(link: Link) -> int | None:
+        if not cost.bandwidth[link]:
+            return None
+        return crowded(cost.flight[link] + transmit(cost, link, cost.hop_bytes[False][link]), link)
+
+    found: dict[int, list[str]] = {}
+    for lane in lanes:
+        own = plan["lanes"][lane]["path"]
+        best: dict[str, tuple[int, list[str]]] = {own[0]: (0, [own[0]])}  # node → the least sum, and its path
+        for stage, each in enumerate(stages):
+            nodes = [node for node in cost.nodes if node in each["nodes"] and node in used]
+            same = [node for node in own if node in each["nodes"]] if teacher == "hidden" else []
+            if stage == 0:
+                continue
+            after: dict[str, tuple[int, list[str]]] = {}
+            for node in same[-1:] or nodes:
+                ways = [(taken + way, path) for before, (taken, path) in best.items() if (way := hop((before, node)))]
+                if ways:
+                    taken, path = min(ways, key=lambda each: each[0])
+                    after[node] = taken + crowded(cost.nodes[node].times["forward"], node), [*path, node]
+            best = after
+        back = [(taken + way, path) for node, (taken, path) in best.items() if (way := hop((node, own[0])))]
+        if not back:
+            raise LockedUp
+        found[lane] = min(back, key=lambda each: each[0])[1]
+        for link in zip(found[lane], [*found[lane][1:], own[0]], strict=True):
+            beside[link] += plan["lanes"][lane]["microbatches"]
+            beside[link[0]] += plan["lanes"][lane]["microbatches"]
+    return found
+
+
+def run_tasks(plan: Json, network: Network) -> tuple[list[Task], list[Task]]:
+    """All tasks, and all steps of passes of a teacher."""
     cost, lanes = network.cost, plan["lanes"]
+    passes = pass_paths(plan, cost)
+    turn = dict.fromkeys(passes, 0)  # the lane's microbatch that is ready for step 0, or was last
+    begun, came = dict.fromkeys(passes, 0), dict.fromkeys(passes, 0)  # how many passes
     steps: list[list[tuple[str, str]]] = []  # of every lane: node and kind of task
     for path in [lane["path"] for lane in lanes]:
         there, back = [(node, "forward") for node in path], [(node, "backward") for node in reversed(path)]
@@ -91,6 +136,10 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
     def following(ended: Task) -> list[Task]:
         """The lane's next task, ready as soon as the one before ends; none after its last."""
         lane, microbatch, step = ended.lane, ended.microbatch, ended.step + 1
+        if ended.kind == "pass":
+            is_back = step == len(passes[lane])
+            where, kind = passes[lane][0 if is_back else step], "back" if is_back else "pass"
+            return [Task(lane, microbatch, step, where, kind, ready=ended.end)]
         if step == len(steps[lane]):
             microbatch, step = microbatch + 1, 0
         if microbatch == lanes[lane]["microbatches"]:
@@ -115,13 +164,14 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
         return (len(lanes) + 2 if task.kind == "weight" else urgency, task.ready, task.lane)
 
     waiting = [Task(lane, 0, 0, *steps[lane][0], ready=0) for lane in range(len(lanes))]
-    running: dict[tuple[str, int], Task] = {}  # by node and worker
+    running: dict[tuple[str, int], Task] = {}  # by node and worker; a pass has all of them, and stands at −1
     holder: dict[tuple[int, int, str], int] = {}  # the worker that has a microbatch of a lane on a node
     flying: list[tuple[int, int, Link, Task]] = []  # when the first byte comes, lane, link, what the message is for
     done: list[Task] = []
     now = 0
     while waiting or running or flying:
-        for ended in sorted((task for task in running.values() if task.end == now), key=lambda task: task.lane):
+        ending = [task for task in running.values() if task.end == now]
+        for ended in sorted(ending, key=lambda task: (task.kind == "pass", task.lane)):
             del running[ended.node, ended.worker]
             held[ended.node, ended.worker] -= ended.kind == ("weight" if is_split(plan) else "backward")
             done.append(ended)
@@ -133,7 +183,7 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
                     continue
                 link = (ended.node, task.node)
                 comes = network.first_byte(link, cost.hop_bytes[task.kind == "backward"][link], now)
-                flying.append((comes, task.lane, link, task))
+                flying.append((comes, task.lane + len(lanes) * (ended.kind == "pass"), link, task))
             if ended.kind == "backward" and is_split(plan):
                 waiting.append(weights_of(ended))
         for message in sorted((message for message in flying if message[0] == now), key=lambda message: message[1]):
@@ -141,10 +191,30 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
             comes, _, link, task = message
             task.ready = network.arrival(link, cost.hop_bytes[task.kind == "backward"][link], comes)
             waiting.append(task)
+        for task in [task for task in waiting if task.kind == "back" and task.ready <= now]:
+            waiting.remove(task)
+            came[task.lane] += 1
+        for task in waiting:
+            if task.step == 0 and task.kind == "forward" and task.ready <= now and task.lane in turn:
+                turn[task.lane] = task.microbatch
+        for lane, path in passes.items():
+            if begun[lane] == came[lane] <= turn[lane] + 1 and begun[lane] < lanes[lane]["microbatches"]:
+                waiting.append(Task(lane, begun[lane], 0, path[0], "pass", ready=now, worker=-1))
+                begun[lane] += 1
         for node, its in cost.nodes.items():
+            taught = [task for task in waiting if task.node == node and task.kind == "pass" and task.ready <= now]
+            busy = [worker for there, worker in running if there == node]
+            if taught and not busy:
+                chosen = min(taught, key=lambda task: (-task.step, task.ready, task.lane))
+                chosen.start, chosen.end, chosen.worker = now, now + its.times["forward"], -1
+                waiting.remove(chosen)
+                running[node, -1] = chosen
+            if taught or -1 in busy:
+                continue
             while free := [worker for worker in range(its.workers) if (node, worker) not in running]:
                 room = [worker for worker in free if held[node, worker] < its.slots // its.workers]
                 here = [task for task in waiting if task.node == node and task.ready <= now]
+                here = [task for task in here if task.kind != "head" or came.get(task.lane, 4) > task.microbatch]
                 ready = [task for task in here if (room if task.kind == "forward" else task.worker in free)]
                 if not ready:
                     break
@@ -161,7 +231,7 @@ def run_tasks(plan: Json, network: Network) -> list[Task]:
         if waiting and not coming:
             raise LockedUp
         now = min(coming, default=now)
-    return done
+    return [task for task in done if task.kind != "pass"], [task for task in done if task.kind == "pass"]
 
 
 def average(plan: Json, network: Network, ended: dict[str, int]) -> list[Transfer]:
@@ -218,7 +288,7 @@ def simulate(plan: Json, timing: str) -> Json:
     """What `expected` of the plan file must be."""
     cost = costs(plan)
     network = Network(cost, timing)
-    tasks = run_tasks(plan, network)
+    tasks, taught = run_tasks(plan, network)
     last_backward = iteration = max(task.end for task in tasks)
     averaging: list[tuple[int, int]] = []
     sent: Counter[Link] = Counter()
@@ -226,8 +296,12 @@ def simulate(plan: Json, timing: str) -> Json:
         for i, j in circle(lane["path"]):
             sent[i, j] += lane["microbatches"] * cost.hop_bytes[False][i, j]
             sent[j, i] += lane["microbatches"] * cost.hop_bytes[True][j, i]
+    for lane, path in pass_paths(plan, cost).items():
+        for link in zip(path, [*path[1:], path[0]], strict=True):
+            sent[link] += plan["lanes"][lane]["microbatches"] * cost.hop_bytes[False][link]
     if timing == "full":
-        ended = {name: max((task.end for task in tasks if task.node == name), default=0) for name in cost.nodes}
+        every = tasks + taught
+        ended = {name: max((task.end for task in every if task.node == name), default=0) for name in cost.nodes}
         transfers = average(plan, network, ended)
         for index, stage in enumerate(plan["stages"]):
             start = max((ended[name] for name in stage["nodes"]), default=0)
@@ -239,7 +313,7 @@ def simulate(plan: Json, timing: str) -> Json:
 
     def node_json(name: str, node: Node) -> Json:
         own = [task for task in tasks if task.node == name]
-        busy = sum(task.end - task.start for task in own)
+        busy = sum(task.end - task.start for task in [*own, *(task for task in taught if task.node == name)])
         collision = sum(task.start - task.ready for task in own if task.kind != "weight")
         times = node.times | {"busy": busy, "collision": collision} | ({"head": 0} if node.stage else {})
         several = {"workers": node.workers} if node.workers > 1 else {}

@@ -93,18 +93,20 @@ def costs(plan: Json) -> Costs:
     def work_of_head() -> int:
         pieces = max(1, -(-n * t * v // 2**27))
         tokens = -(-n * t // pieces)
+        logits = (20 if work.get("teacher") else 12) * tokens * v
         if adapters:
-            first, second = 12 * tokens * v, computed * tokens * v
+            first, second = logits, computed * tokens * v
         elif rounded and tied:
-            first, second = 12 * tokens * v + 2 * v * d, 2 * tokens * v + 8 * v * d
+            first, second = logits + 2 * v * d, 2 * tokens * v + 8 * v * d
         else:
-            first, second = 12 * tokens * v, computed * (tokens * v + v * d)
+            first, second = logits, computed * (tokens * v + v * d)
         return int(max(first, second) + 8 * tokens * d)
 
     def held_by(layers: int) -> int:
+        taught = 8 * n * t * d if work.get("teacher") else 0
         if checkpointing:
-            return int(((1 + repeats) * (layers + 1) + bool(repeats)) * token_bytes * d)
-        return int((1 + repeats) * layers * layer_bytes + 4 * n * t * d)
+            return int(((1 + repeats) * (layers + 1) + bool(repeats)) * token_bytes * d + taught)
+        return int((1 + repeats) * layers * layer_bytes + 4 * n * t * d + taught)
 
     def room(node: Json, stage: int, layers: int, bridged: bool = True) -> int:
         free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers)))
@@ -155,7 +157,8 @@ def costs(plan: Json) -> Costs:
             "forward": forward,
             "backward": gradients + checkpointing * forward if adapters else (ratio + checkpointing) * forward,
             "gradients": gradients,
-            "head": 2 * head if work.get("early_exit", False) else head,
+            "head": (2 * head if work.get("early_exit", False) else head)
+            + (head / (1 + ratio) if work.get("teacher") else 0),
             "optimizer": 250 * trained[stage],
         }
         times = {

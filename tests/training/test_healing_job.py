@@ -31,6 +31,7 @@ from skippipe.runtime.simulation.fault_injection import Fault, kill, kill_coordi
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import build_stage_executor
+from skippipe.simulator import simulate
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import StageSubset
 from skippipe.study.healing import HealSettings, begin_healing
@@ -136,6 +137,33 @@ def test_a_job_trains_what_lies_beside_the_model_and_nothing_else(
         export_adapter(newest, tmp_path / "adapter")
     with pytest.raises(UserError, match="its checkpoints hold adapters, and those do not grow"):
         young_of(run)
+
+
+def test_the_whole_model_teaches_over_nodes_as_in_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, recipe = fitted(tmp_path / "fitted"), replace(HEAL, distill=0.9, distill_hidden=2.0)
+    job = healing_job(tmp_path, folder, recipe=recipe, iterations=3)
+    taught = build_run(job)
+    assert taught.plan.workload.teacher == "hidden"
+    without = taught.plan.edited(workload=replace(taught.plan.workload, teacher=""))
+    assert taught.plan.promise.iteration_ns > simulate(without).iteration_ns, "passes of the teacher are promised"
+    losses = trained(taught, "virtual")
+    once = build_run(replace(job, output=str(tmp_path / "once")))
+    assert trained(once, "one-process") == pytest.approx(losses, rel=1e-4)
+    alone = build_run(replace(job, output=str(tmp_path / "alone"), recipe=HEAL))
+    others = trained(alone, "virtual")
+    assert others[0] == pytest.approx(losses[0], rel=1e-5), "the loss is that of the text"
+    assert others[2] != pytest.approx(losses[2], rel=1e-4)
+    for run_setup, said in (
+        (
+            taught,
+            "the whole model teaches microbatches that leave stages out: 90% of their loss, and its hidden states",
+        ),
+        (alone, "note: it learns from the text alone; a teacher makes parts much better: recipe.distill"),
+    ):
+        _announce(run_setup, promised=False)
+        assert said in capsys.readouterr().out.splitlines()
 
 
 def answer(staged: StagedModel, stages: tuple[int, ...]) -> torch.Tensor:

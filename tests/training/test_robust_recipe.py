@@ -66,7 +66,7 @@ model.weights = "{folder}/fitted"
 data = {{ texts = ["{folder}/text.txt"], folder = "{folder}/tokens-heal" }}
 batch = {{ sequence = 32, samples = 8, microbatches = 30 }}
 pipeline = {{ max_slots = 6, budget_s = 0.5 }}
-recipe = {{ skip = "1/3 & 2 x 1/2", heal = "0%" }}
+recipe = {{ skip = "1/3 & 2 x 1/2", heal = "0%", distill = 0.9, distill_hidden = 1.0 }}
 learning = {{ rate = 2e-3, warmup = 4 }}
 checkpoint.every = 4
 """
