@@ -45,6 +45,7 @@ from skippipe.training.job_plan import (
     plan_file,
     plan_of_earlier_run,
     plans_by_length,
+    without_sharding,
 )
 from skippipe.training.pretrained import (
     check_healed_stages,
@@ -248,7 +249,11 @@ def build_run(
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
     if given is not None:
         check_settled(job, given)
+    if given is not None and job.recipe.heal:
+        given = given.edited(cluster=without_sharding(given.cluster))
     cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
+    if job.recipe.heal:
+        cluster = without_sharding(cluster)
     config_named(job.model.config)  # cheap, and says what is wrong before text is read
     tokens = prepare(
         job.data.texts,

@@ -421,6 +421,11 @@ class JobConfig:
         if recipe.early_exit or recipe.residual != "plain":
             name = "early_exit" if recipe.early_exit else "residual"
             raise UserError(f"recipe.{name}: is for a model that is trained itself; with recipe.heal leave it out")
+        if self.pipeline.split_backward:
+            raise UserError(
+                "pipeline.split_backward: with recipe.heal the only weight gradients are of adapters and bridges, and "
+                "these are not put off; leave it out"
+            )
         if self.validation.enabled:
             raise UserError(
                 "validation: measures the whole model, which recipe.heal leaves as it is; leave it out, and measure "

@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from skippipe.cluster import Cluster
+from skippipe.cluster import Cluster, DeviceMode
 from skippipe.errors import Infeasible, UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
@@ -204,6 +204,11 @@ def _settled_by(plan: Plan) -> dict[str, Any]:
 def check_settled(job: JobConfig, plan: Plan) -> None:
     """UserError if the job sets a field that its plan file settles, and to something else."""
     pipeline = job.pipeline
+    if job.recipe.heal and plan.split_backward:
+        raise UserError(
+            f"pipeline.plan: {pipeline.plan} splits the backward pass, and with recipe.heal nothing is put off: make a "
+            "plan without that, or leave pipeline.plan out"
+        )
     settled = _settled_by(plan)
     if pipeline.layers:
         settled["pipeline.layers"] = ",".join(map(str, plan.layers))
@@ -221,6 +226,16 @@ def check_settled(job: JobConfig, plan: Plan) -> None:
     unused += () if job.sets("cluster") else ("emulation.like", "emulation.time")
     for name in filter(job.sets, unused):
         raise UserError(f"{name}: would have no effect: pipeline.plan names a plan that is made; leave one of them out")
+
+
+def without_sharding(cluster: Cluster) -> Cluster:
+    """The cluster for a job that heals: nodes with several devices that may shard a stage work as replicas, so that
+    neither planner nor repair gives them a stage that one device cannot hold."""
+    nodes = (
+        replace(node, device_mode=DeviceMode.REPLICAS) if node.devices > 1 and node.device_mode is None else node
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def _emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
@@ -243,7 +258,8 @@ def checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None 
         ]
         raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
     if job.cluster != JobConfig().cluster:
-        cluster = _emulated(job, cluster_named(job.cluster)[0], plan.workload)
+        cluster = cluster_named(job.cluster)[0]
+        cluster = _emulated(job, without_sharding(cluster) if job.recipe.heal else cluster, plan.workload)
         if cluster.fingerprint != plan.cluster.fingerprint:
             raise UserError(
                 f"{path}: this plan is for the cluster '{plan.cluster.name}', the job names '{cluster.name}'"

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info
 from skippipe.checkpoint.format import read_manifest
 from skippipe.checkpoint.manager import export, export_adapter, origin_of
-from skippipe.cluster import DeviceMode
+from skippipe.cluster import Cluster, DeviceMode
+from skippipe.cost_model import room_of
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load, load_stage, read_outline
@@ -45,6 +46,7 @@ from skippipe.training.job_config import (
     RecoveryConfig,
     ValidationConfig,
 )
+from skippipe.training.job_plan import plan_of_earlier_run
 from skippipe.training.run import RunOptions
 from skippipe.training.train_job import _announce
 from skippipe.validate import validate
@@ -218,15 +220,42 @@ def test_a_run_that_heals_survives_whoever_is_lost(tmp_path: Path) -> None:
         assert 0.005 < (learned - before).abs().max() < 0.3, "trained further from what was fitted, not from anew"
 
 
-def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path) -> None:
+def on_two_devices(tmp_path: Path, **others: Any) -> JobConfig:
+    """A job on nodes with two devices each."""
     cluster, _ = cluster_named("datacentre:6")
-    nodes = tuple(replace(node, devices=2, device_mode=DeviceMode.SHARDED) for node in cluster.nodes)
+    nodes = tuple(replace(node, devices=2, **others) for node in cluster.nodes)
     replace(cluster, nodes=nodes).save(tmp_path / "cluster.json")
-    job = healing_job(tmp_path, fitted(tmp_path / "fitted"), cluster=str(tmp_path / "cluster.json"))
+    return healing_job(tmp_path, fitted(tmp_path / "fitted"), cluster=str(tmp_path / "cluster.json"))
+
+
+def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path) -> None:
+    job = on_two_devices(tmp_path, device_mode=DeviceMode.SHARDED)
     with pytest.raises(
         UserError, match=r"recipe\.heal: '.*' would divide stage 0 over its 2 devices, and healing needs"
     ):
         build_run(job)
+
+
+def test_no_node_gets_a_stage_that_it_would_have_to_divide(tmp_path: Path) -> None:
+    """Neither at first nor in a repair: what one device cannot hold, a node cannot."""
+    job = on_two_devices(tmp_path)
+    run_setup = build_run(job)
+    plan = run_setup.plan
+    assert {node.device_mode for node in plan.cluster.nodes} == {DeviceMode.REPLICAS}
+    run_setup.save_plans()
+    assert build_run(job, options=RunOptions(run_id="")).plan.cluster.fingerprint == plan.cluster.fingerprint
+    assert plan_of_earlier_run(run_setup.job, run_setup.spec) == plan, "a resumed run keeps it"
+    need = plan.workload.fixed_bytes(0, LAYERS[0])
+    small = tuple(replace(node, memory_bytes=need // 2) for node in plan.cluster.nodes)
+    assert room_of(small[0], plan.workload, 0, LAYERS[0]).slots == 0
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    made = replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)
+    made.save(tmp_path / "plan.json")
+    for planned in (
+        replace(job, cluster=JobConfig().cluster, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json"))),
+        replace(job, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json"))),
+    ):
+        assert build_run(planned).plan.cluster.fingerprint == plan.cluster.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -238,6 +267,7 @@ def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path
         ({"recipe": replace(HEAL, early_exit=0.5)}, "recipe.early_exit: is for a model that is trained itself"),
         ({"recipe": replace(HEAL, residual="scaled")}, "recipe.residual: is for a model that is trained itself"),
         ({"recipe": replace(HEAL, distill=0.5)}, "recipe.distill: only studies have it yet"),
+        ({"pipeline": PipelineConfig(split_backward=True)}, "pipeline.split_backward: with recipe.heal the only"),
         ({"validation": ValidationConfig(share=0.1)}, "validation: measures the whole model"),
         ({"survive": RecoveryConfig(lost_stage="neighbours")}, "survive.lost_stage: the adapters of a lost stage"),
     ],
@@ -285,3 +315,6 @@ def test_a_plan_of_a_file_may_be_followed(tmp_path: Path) -> None:
     planned: RunSetup = build_run(replace(job, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json"))))
     assert planned.plan == made.plan == Plan.load(tmp_path / "plan.json")
     assert validate(planned.plan) == []
+    made.plan.edited(split_backward=True).save(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"pipeline\.plan: .*plan\.json splits the backward pass, and with"):
+        build_run(planned.job)
