@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info
 from skippipe.checkpoint.format import read_manifest
+from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.checkpoint.manager import export, export_adapter, origin_of
 from skippipe.cluster import Cluster, DeviceMode
 from skippipe.cost_model import room_of
@@ -98,6 +99,7 @@ def test_a_job_trains_what_lies_beside_the_model_and_nothing_else(
     losses = trained(run_setup, "virtual")
     once = build_run(healing_job(tmp_path, folder, output=str(tmp_path / "once")))
     assert trained(once, "one-process") == pytest.approx(losses, rel=1e-4)
+    assert locate_checkpoint(tmp_path / "once") == tmp_path / "once" / "model", "one process makes no checkpoints"
     newest = run / "checkpoints" / "000002"
     for file in newest.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
