@@ -142,6 +142,31 @@ def test_a_job_trains_what_lies_beside_the_model_and_nothing_else(
         young_of(run)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_made_of_a_folder_is_like_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of half precision, and with its settings of generation; bridges and adapters are stored as they were trained."""
+    folder = fitted(tmp_path / "fitted")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    for file in folder.glob("model*"):
+        file.unlink()
+    model.save_pretrained(folder)
+    end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    settings = {"eos_token_id": [end, 3], "temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    run_setup = build_run(healing_job(tmp_path, folder, iterations=1))
+    trained(run_setup)
+    checkpoints, exported = tmp_path / "run" / "checkpoints", tmp_path / "exported"
+    export(checkpoints / "000001", exported)
+    for each in (checkpoints / "base", tmp_path / "run" / "model", exported):
+        found = {name: value for file in each.glob("model-*.safetensors") for name, value in load_file(file).items()}
+        theirs = model.state_dict()
+        assert all(value.dtype == dtype and torch.equal(value, theirs[name]) for name, value in found.items())
+        assert json.loads((each / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        written = json.loads((each / "generation_config.json").read_text())
+        assert {name: written[name] for name in settings} == settings
+    assert all(value.dtype == torch.float32 for value in load_file(exported / BRIDGES_FILE).values())
+
+
 def answer(staged: StagedModel, stages: tuple[int, ...]) -> torch.Tensor:
     return logits(staged.stages[0], SubsetModel(staged, StageSubset(stages, len(LAYERS))).hidden(TOKENS))
 
