@@ -213,7 +213,7 @@ class Workload:
     def head_flops(self, layers_of_stage_0: int) -> float:
         """Final norm, head and loss, forward and backward: one task at the data node."""
         if self.head_ratio is not None:
-            once = self.head_ratio * self.forward_flops(layers_of_stage_0)
+            once = self.head_ratio * replace(self, mean_repeats=0.0).forward_flops(layers_of_stage_0)
         else:
             samples = self.samples_per_microbatch
             once = (1 + self._backward_ratio) * samples * self.model.head_flops(self.sequence_tokens)

@@ -149,7 +149,7 @@ def costs(plan: Json) -> Costs:
         once = layers * layer_forward
         return int(once + round(mean_repeats * once))
 
-    def added_forward(layers: int) -> int:
+    def added_forward(layers: int, mean_repeats: float = mean_repeats) -> int:
         of_adapters = layers * adapters
         if repeats:
             of_adapters = round(of_adapters * (1 + mean_repeats) / (1 + repeats))
@@ -158,7 +158,8 @@ def costs(plan: Json) -> Costs:
     def node_costs(node: Json, stage: int) -> Node:
         model_forward, r = layers_forward(stages[stage]["layers"]), added_forward(stages[stage]["layers"])
         forward = model_forward + r
-        stage_0_forward = layers_forward(stages[0]["layers"]) + added_forward(stages[0]["layers"])
+        first = stages[0]["layers"]
+        stage_0_forward = first * layer_forward + added_forward(first, mean_repeats=0.0)
         gradients = ratio * model_forward + 2 * r if adapters else ratio * forward
         slots, workers = slots_and_workers(node, stage)
         head = (1 + ratio) * n * (2 * t * d * v)
