@@ -278,7 +278,7 @@ def build_run(
     if plan is None:
         plan = make_job_plan(job, cluster, example, spec, request)
     check_sharding(plan, spec)
-    lengths = job_lengths(job, len(plan.stages), plan.visited)
+    lengths = job_lengths(job, len(plan.stages), plan.visited, plan)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
     held_out = held_out_text(job.validation, job.data, tokens, reading)
     plan = plans[most_frequent(lengths)]

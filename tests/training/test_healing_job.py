@@ -142,6 +142,22 @@ def test_a_job_trains_what_lies_beside_the_model_and_nothing_else(
         young_of(run)
 
 
+def test_a_plan_with_paths_of_several_lengths_says_how_often_layers_repeat(tmp_path: Path) -> None:
+    """Some go through all stages, which is no reason to refuse it, and half of them leave one out."""
+    job = healing_job(tmp_path, fitted(tmp_path / "fitted"), recipe=replace(HEAL, skip="0 & 1/3"))
+    made = build_run(job)
+    assert sorted({len(lane.path) for lane in made.plan.lanes}) == [2, 3]
+    assert made.plan.workload.mean_repeats == pytest.approx(1 / 5), "one of a path's two visits, and none of three"
+    made.plan.save(tmp_path / "plan.json")
+    planned = replace(job, recipe=replace(HEAL, skip=""), pipeline=PipelineConfig(plan=str(tmp_path / "plan.json")))
+    assert build_run(planned).plan == made.plan
+    pipeline = PipelineConfig(strategy="dtfm", layers="2,1,2")
+    whole = build_run(replace(job, recipe=SkipSchedule(), pipeline=pipeline, output=str(tmp_path / "whole")))
+    whole.plan.save(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"recipe\.heal: would have no effect: no path leaves a stage out"):
+        build_run(planned)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_what_is_made_of_a_folder_is_like_it(tmp_path: Path, dtype: torch.dtype) -> None:
     """Of half precision, and with its settings of generation; bridges and adapters are stored as they were trained."""
