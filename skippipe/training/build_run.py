@@ -270,7 +270,7 @@ def build_run(
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     if given and spec.heals:
-        check_healed_stages(Path(job.model.weights), given.layers)
+        check_healed_stages(job.pipeline.plan, Path(job.model.weights), given.layers)
     plan = checked_plan(given, job, spec) if given else None
     if plan is None and options.resumed:
         plan = plan_of_earlier_run(job, spec)

@@ -81,9 +81,11 @@ def _with_stand_ins(job: JobConfig, folder: Path) -> JobConfig:
     recipe = replace(job.recipe, bridges=info.bridges, adapters=info.adapters, repeats=info.repeats)
     pipeline = job.pipeline
     if not pipeline.plan:
-        layers = ",".join(map(str, info.layers))
-        same = pipeline.stages in (0, len(info.layers)) and pipeline.layers.replace(" ", "") in ("", layers)
-        check_healed_stages(folder, info.layers if same else ())
+        stages, layers = len(info.layers), ",".join(map(str, info.layers))
+        said = ("stages", pipeline.stages, stages), ("layers", pipeline.layers.replace(" ", ""), layers)
+        for name, ours, theirs in said:
+            if ours and ours != theirs:
+                raise UserError(f"pipeline.{name}: {ours} here, {theirs} in {folder / BRIDGES_FILE}; leave it out")
         pipeline = replace(pipeline, layers=layers)
     return replace(job, recipe=recipe, pipeline=pipeline)
 
@@ -101,13 +103,14 @@ def stand_ins_in(folder: Path) -> StandInsInfo:
     return info
 
 
-def check_healed_stages(folder: Path, layers: tuple[int, ...]) -> None:
-    """UserError unless bridges and adapters in the folder are for stages of so many layers."""
+def check_healed_stages(plan_file: str, folder: Path, layers: tuple[int, ...]) -> None:
+    """UserError unless bridges and adapters in the folder are for the stages of a plan, of so many layers."""
     theirs = stand_ins_in(folder).layers
     if layers != theirs:
-        said = ",".join(map(str, theirs))
+        here, there = (",".join(map(str, each)) for each in (layers, theirs))
         raise UserError(
-            f'recipe.heal: {folder / BRIDGES_FILE} is for stages of {said} layers: set pipeline.layers = "{said}"'
+            f"pipeline.plan: {plan_file} has stages of {here} layers, and {folder / BRIDGES_FILE} is for stages of "
+            f"{there}: make a plan for these, or leave pipeline.plan out"
         )
 
 
@@ -169,7 +172,8 @@ def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
     files: list[StoredFile] = []
     for stage, found in enumerate(stages):
         slots = layout_of_stage(run.spec, layers, stage)
-        if bridges := trained_bridges(run.spec, stage, len(layers)):
+        bridges = None if run.spec.heals else trained_bridges(run.spec, stage, len(layers))
+        if bridges:
             found = dict(bridges.named_weights()) | found
         writer = StageWriter(unfinished, stage, slots, optimizer, run.run_id)
         for slot in slots:

@@ -40,6 +40,7 @@ from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.depth_growth import young_of
 from skippipe.training.job_config import (
+    AveragingConfig,
     CheckpointConfig,
     JobConfig,
     ModelConfig,
@@ -310,6 +311,7 @@ def test_no_node_gets_a_stage_that_it_would_have_to_divide(tmp_path: Path) -> No
         ({"recipe": replace(HEAL, early_exit=0.5)}, "recipe.early_exit: is for a model that is trained itself"),
         ({"recipe": replace(HEAL, residual="scaled")}, "recipe.residual: is for a model that is trained itself"),
         ({"recipe": replace(HEAL, distill=0.5)}, "recipe.distill: only studies have it yet"),
+        ({"averaging": AveragingConfig(dtype="rank-64")}, "averaging.dtype: rank-64: adapters are of low rank already"),
         ({"pipeline": PipelineConfig(split_backward=True)}, "pipeline.split_backward: with recipe.heal the only"),
         ({"validation": ValidationConfig(share=0.1)}, "validation: measures the whole model"),
         ({"survive": RecoveryConfig(lost_stage="neighbours")}, "survive.lost_stage: the adapters of a lost stage"),
@@ -328,8 +330,12 @@ def test_what_does_not_go_with_the_folder_is_said_in_one_line(tmp_path: Path) ->
     for changes, reason in (
         ({"recipe": replace(HEAL, bridges=3)}, rf"recipe\.bridges: 3 here, 2 in .*{BRIDGES_FILE}; leave it out"),
         ({"recipe": replace(HEAL, skip="0")}, r"recipe\.heal: would have no effect: no path leaves a stage out"),
-        ({"pipeline": PipelineConfig(stages=2)}, r'stages of 2,1,2 layers: set pipeline\.layers = "2,1,2"'),
-        ({"pipeline": PipelineConfig(layers="1,2,2")}, r'stages of 2,1,2 layers: set pipeline\.layers = "2,1,2"'),
+        ({"pipeline": PipelineConfig(stages=2)}, rf"pipeline\.stages: 2 here, 3 in .*{BRIDGES_FILE}; leave it out"),
+        (
+            {"pipeline": PipelineConfig(stages=2, layers="2,1,2")},
+            rf"pipeline\.stages: 2 here, 3 in .*{BRIDGES_FILE}; leave it out",
+        ),
+        ({"pipeline": PipelineConfig(layers="1,2,2")}, r"pipeline\.layers: 1,2,2 here, 2,1,2 in .*; leave it out"),
         ({"model": replace(job.model, config=str(deeper))}, r"model\.config: with recipe\.heal it is that of model"),
     ):
         with pytest.raises(UserError, match=reason):
@@ -337,8 +343,12 @@ def test_what_does_not_go_with_the_folder_is_said_in_one_line(tmp_path: Path) ->
     other = build_run(replace(job, recipe=SkipSchedule("1/3"), pipeline=replace(job.pipeline, layers="1,2,2")))
     other.plan.save(tmp_path / "plan.json")
     planned = replace(job, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json")))
-    with pytest.raises(UserError, match=r'stages of 2,1,2 layers: set pipeline\.layers = "2,1,2"'):
+    with pytest.raises(UserError, match=r"pipeline\.plan: .*plan\.json has stages of 1,2,2 layers, .* of 2,1,2: make"):
         build_run(planned)
+    said = replace(HEAL, adapters=REPEATS.adapters, repeats=REPEATS.repeats)
+    assert build_run(replace(job, recipe=said)).spec.repeats == REPEATS.repeats
+    with pytest.raises(UserError, match=r"recipe\.repeats: turns share .* those beside model\.weights: leave it out"):
+        replace(HEAL, repeats=REPEATS.repeats)
     (folder / BRIDGES_FILE).unlink()
     with pytest.raises(UserError, match=rf"there is no .*{BRIDGES_FILE}; 'skippipe heal .* --data TEXT --tokens 0 -o"):
         build_run(job)
