@@ -240,11 +240,11 @@ class Workload:
 
     def on_device(self, bridges: bool) -> Workload:
         """The workload of one device of a node that shards its stage, with the bridges or without."""
-        return self if bridges or not self.bridge_parameters else self._without_bridges
+        return self if bridges or not (self.bridge_parameters or self.bridge_rank) else self._without_bridges
 
     @cached_property
     def _without_bridges(self) -> Workload:
-        return replace(self, bridge_parameters=0)
+        return replace(self, bridge_parameters=0, bridge_rank=0)
 
     def _trained_ends(self, stage: int) -> int:
         """Those of them that belong to no layer."""

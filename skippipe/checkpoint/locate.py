@@ -55,6 +55,22 @@ def model_instead(run: Path) -> Path | None:
     return model if ours else None
 
 
+def newest_checkpoint(run: Path) -> Path:
+    """The newest checkpoint of a run, with a warning for every one of another run that is ignored. UserError if there
+    is none, or none but that of the start where there is a model that was trained."""
+    checkpoints = Checkpoints.of_run(run)
+    checkpoints.warn_of_others()
+    found = checkpoints.complete()
+    if not found:
+        raise UserError(f"{run}: neither a checkpoint nor the output folder of a run that has one")
+    if model := model_instead(run):
+        raise UserError(
+            f"{found[0]}: is what the run began with, and there is no later checkpoint; what it has trained is in "
+            f"{model}, a folder like those that export makes"
+        )
+    return found[0]
+
+
 def locate_checkpoint(checkpoint: Path) -> Path:
     """As `find_checkpoint`, with a warning for every checkpoint of another run that is ignored."""
     place = find_checkpoint(checkpoint)

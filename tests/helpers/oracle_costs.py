@@ -110,16 +110,18 @@ def costs(plan: Json) -> Costs:
             first, second = 12 * tokens * v, computed * (tokens * v + v * d)
         return int(max(first, second) + 8 * tokens * d)
 
-    def held_by(layers: int) -> int:
+    def held_by(layers: int, bridged: bool = True) -> int:
         if checkpointing:
-            return int(((1 + repeats) * (layers + 1) + bool(bridge_rank)) * token_bytes * d)
+            return int(((1 + repeats) * (layers + 1) + bool(bridged and bridge_rank)) * token_bytes * d)
         total = (1 + repeats) * layers * layer_bytes + repeats * token_bytes * d + 4 * n * t * d
-        if bridge_rank:
+        if bridged and bridge_rank:
             total += token_bytes * ((4 if rounded else 2) * d + bridge_rank) + rounded * 4 * d * bridge_rank
         return int(total)
 
     def room(node: Json, stage: int, layers: int, bridged: bool = True) -> int:
-        free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers)))
+        free: int = max(
+            0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers, bridged))
+        )
         most: int = free if work["max_slots"] is None else work["max_slots"]
         return min(free, most)
 
@@ -139,7 +141,7 @@ def costs(plan: Json) -> Costs:
 
         firsts = range(layers // count + 1) if stage == 0 else [layers // count]
         least = min(
-            firsts, key=lambda first: (max(fixed_by(*part) + held_by(part[1]) for part in parts(first)), -first)
+            firsts, key=lambda first: (max(fixed_by(*part) + held_by(*part[1:]) for part in parts(first)), -first)
         )
         return min(room(node, *part) for part in parts(least)), 1
 
