@@ -41,7 +41,7 @@ TEXT_TOKENS = 2**16  # of the text, which is random and seen again and again: th
 def counted_bytes(plan: Plan) -> int:
     """What the planner counts for all nodes, as many microbatches on each as there are lanes; only one computes."""
     work, lanes = plan.workload, len(plan.lanes)
-    working = [work.working_bytes(stage) for stage in range(len(plan.stages))]
+    working = [work.working_bytes(stage, layers) for stage, layers in enumerate(plan.layers)]
     held = sum(
         work.fixed_bytes(number, stage.layers) + lanes * work.held_bytes(stage.layers)
         for number, stage in enumerate(plan.stages)

@@ -75,7 +75,7 @@ def steps(given: argparse.Namespace) -> None:
         counted = Workload(
             shape, optimizer=optimizer, offload=offload, adapter_parameters=rows * width**2, compute_dtype="fp32"
         )
-        held = counted.fixed_bytes(1, 1) - counted.frozen_bytes(1, 1) - counted.working_bytes(1)
+        held = counted.fixed_bytes(1, 1) - counted.frozen_bytes(1, 1) - counted.working_bytes(1, 1)
         before_b, peak_b, step_s, end = measured(device, rows, width, optimizer, offload, compiled)
         same = ""
         if offload == "none":

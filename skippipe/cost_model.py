@@ -226,10 +226,8 @@ def _parts(stage: int, layers: tuple[int, ...]) -> set[DevicePart]:
 
 def _needed_bytes(workload: Workload, parts: Iterable[DevicePart], slots: int) -> int:
     """Memory of a device that could hold any of the parts, with so many slots."""
-    return max(
-        workload.on_device(part.bridges).fixed_bytes(*part[:2]) + slots * workload.held_bytes(part.layers)
-        for part in parts
-    )
+    each = ((workload.on_device(part.bridges), part) for part in parts)
+    return max(held.fixed_bytes(*part[:2]) + slots * held.held_bytes(part.layers) for held, part in each)
 
 
 def _links(cluster: Cluster, workload: Workload) -> dict[str, Any]:

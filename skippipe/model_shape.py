@@ -52,11 +52,20 @@ class ModelShape:
         """Parameters of the linear maps of a layer; experts and their router are none."""
         return self._attention_parameters + (3 * self.hidden * self.intermediate if self.experts == 1 else 0)
 
+    @property
+    def linear_maps(self) -> int:
+        """Linear maps of a layer; experts and their router are none."""
+        return 7 if self.experts == 1 else 4
+
     def adapter_parameters(self, rank: int) -> int:
-        """Parameters of LoRA's adapters in a layer: of this rank, beside every linear map. Experts are none."""
+        """Parameters of adapters in a layer: of this rank, beside every linear map. Experts are none."""
         attention = 4 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         feed_forward = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
         return rank * (attention + feed_forward)
+
+    def largest_adapter_matrix(self, rank: int) -> int:
+        """Parameters of the largest matrix of such an adapter."""
+        return rank * max(self.hidden, self.heads * self.head_dim, self.intermediate if self.experts == 1 else 0)
 
     def bridge_parameters(self, rank: int, stages: int) -> int:
         """Parameters of the bridges that begin at stage 0: one for each stage but the next, and one for the head."""
@@ -80,12 +89,13 @@ class ModelShape:
     def head_flops(self, tokens: int) -> int:
         return 2 * tokens * self.hidden * self.vocab
 
-    def layer_values_per_token(self, *, rounded: bool) -> int:
+    def layer_values_per_token(self, *, rounded: bool, frozen: bool = False) -> int:
         """Values a layer keeps per token for its backward pass (fused kernels recompute attention itself), in the type
-        of computing; `rounded`: that is bf16."""
+        of computing; `rounded`: that is bf16; `frozen`: its norms are not trained."""
         # of both norms the input, which is fp32, what is scaled by their weights, and the output, which in bf16 each of
         # five linear maps rounds for itself
         norms = 2 * 2 + 2 + 5 if rounded else 2 + 2 + 2
+        norms -= 2 if frozen else 0  # what is scaled
         return (
             norms * self.hidden
             + 2 * self.heads * self.head_dim  # queries, attention output

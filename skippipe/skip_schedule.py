@@ -117,7 +117,12 @@ class SkipSchedule:
             raise UserError("recipe.adapters_by_hop: there are none; add recipe.adapters, such as 512")
         if self.adapters_shared and not (self.adapters_by_hop and self.adapters_shared < self.adapters):
             raise UserError("recipe.adapters_shared: goes with recipe.adapters_by_hop, and is less than their rank")
-        if self.repeats and (self.adapters_by_hop or not self.adapters or self.adapters % (self.repeats + 1)):
+        if self.repeats and not self.adapters:
+            how = (
+                "in a job with recipe.heal both are those beside model.weights: leave it out" if self.heal else "add it"
+            )
+            raise UserError(f"recipe.repeats: turns share the rank of recipe.adapters, which is not given; {how}")
+        if self.repeats and (self.adapters_by_hop or self.adapters % (self.repeats + 1)):
             turns = self.repeats + 1
             raise UserError(f"recipe.repeats: {turns} turns share the rank of recipe.adapters: a multiple, not by hop")
         if self.distill_hidden and not self.distill:

@@ -221,7 +221,7 @@ class Workload:
     def head_flops(self, layers_of_stage_0: int) -> float:
         """Final norm, head and loss, forward and backward: one task at the data node."""
         if self.head_ratio is not None:
-            once = self.head_ratio * self.forward_flops(layers_of_stage_0)
+            once = self.head_ratio * replace(self, mean_repeats=0.0).forward_flops(layers_of_stage_0)
         else:
             samples = self.samples_per_microbatch
             once = (1 + self._backward_ratio) * samples * self.model.head_flops(self.sequence_tokens)
@@ -249,11 +249,11 @@ class Workload:
 
     def on_device(self, bridges: bool) -> Workload:
         """The workload of one device of a node that shards its stage, with the bridges or without."""
-        return self if bridges or not self.bridge_parameters else self._without_bridges
+        return self if bridges or not (self.bridge_parameters or self.bridge_rank) else self._without_bridges
 
     @cached_property
     def _without_bridges(self) -> Workload:
-        return replace(self, bridge_parameters=0)
+        return replace(self, bridge_parameters=0, bridge_rank=0)
 
     def _trained_ends(self, stage: int) -> int:
         """Those of them that belong to no layer."""
@@ -311,7 +311,7 @@ class Workload:
         else:
             held += optimizer.held_bytes(trained, self._trained_ends(stage))
         copies = self.frozen_bytes(stage, layers) + self._copied_bytes(stage, layers)
-        return held + copies + self.working_bytes(stage)
+        return held + copies + self.working_bytes(stage, layers)
 
     def _copied_bytes(self, stage: int, layers: int) -> int:
         """Bytes of the weights of linear maps in bf16, if that is computed in: of the layers, unless these are
@@ -324,21 +324,33 @@ class Workload:
             copied += self.model.vocab * self.model.hidden
         return COMPUTE_BYTES["bf16"] * copied
 
-    def working_bytes(self, stage: int) -> int:
-        """Bytes that a task needs while it runs, beside what is held: the backward pass of a layer or the head,
-        whichever takes more."""
-        return max(self._layer_work_bytes(), self._head_work_bytes() if stage == 0 else 0)
+    def working_bytes(self, stage: int, layers: int) -> int:
+        """Bytes that a task needs while it runs, beside what is held: the backward pass of a layer, with what those of
+        repeats leave until that of the stage's own turn, or the head, whichever takes more."""
+        backward = self._layer_work_bytes() + self._repeats_work_bytes(layers)
+        return max(backward, self._head_work_bytes() if stage == 0 else 0)
 
     def _layer_work_bytes(self) -> int:
         model, again, each = self.model, self.activation_checkpointing, COMPUTE_BYTES[self.compute_dtype]
         wide = 3 * model.intermediate * model.experts_active + model.hidden
         work = each * self._tokens * wide + (self._layer_bytes() if again else 0)
-        if self.adapter_parameters:
-            return work
         # for a layer that is recomputed in bf16, weights are rounded, and gradients come in both types
         rounded = again and self.compute_dtype == "bf16"
-        work += each * model.linear_parameters if rounded else 0
-        return work + (each + STORED_BYTES if rounded else each) * model.hidden * model.intermediate
+        trained, matrix = model.linear_parameters, model.hidden * model.intermediate
+        if self.adapter_parameters:
+            trained, matrix = self.adapter_parameters, model.largest_adapter_matrix(self._adapter_rank)
+        return work + (each * trained if rounded else 0) + (each + STORED_BYTES if rounded else each) * matrix
+
+    def _repeats_work_bytes(self, layers: int) -> int:
+        """Gradients of all adapters of a stage: every turn has a part of each, and autograd adds up whole ones, from
+        the last turn on."""
+        each = STORED_BYTES if self.activation_checkpointing else COMPUTE_BYTES[self.compute_dtype]
+        return each * layers * self.adapter_parameters if self.repeats else 0
+
+    @property
+    def _adapter_rank(self) -> int:
+        """Of adapters beside all linear maps that have so many parameters."""
+        return -(-self.adapter_parameters // self.model.adapter_parameters(1))
 
     def _head_work_bytes(self) -> int:
         model, each = self.model, COMPUTE_BYTES[self.compute_dtype]
@@ -354,13 +366,28 @@ class Workload:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
         ends, turns = self._tokens * self.model.hidden, 1 + self.repeats
         taught = 2 * STORED_BYTES * ends if self.teacher else 0  # for this microbatch and the next of its lane
-        if self.activation_checkpointing:  # with repeats also what comes out of the last one
-            return (turns * (layers + 1) + (turns > 1)) * COMPUTE_BYTES[self.compute_dtype] * ends + taught
-        return turns * layers * self._layer_bytes() + STORED_BYTES * ends + taught  # the output; in bf16 also the input
+        if self.activation_checkpointing:  # with a bridge also its input
+            return (turns * (layers + 1) + (self.bridge_rank > 0)) * COMPUTE_BYTES[self.compute_dtype] * ends + taught
+        kept = turns * layers * self._layer_bytes() + self._bridge_bytes() + taught
+        kept += COMPUTE_BYTES[self.compute_dtype] * self.repeats * ends  # what gates scale
+        return kept + STORED_BYTES * ends  # the output; in bf16 also the input
 
     def _layer_bytes(self) -> int:
-        values = self.model.layer_values_per_token(rounded=self.compute_dtype == "bf16")
+        """Bytes that a layer keeps of a microbatch in one turn."""
+        frozen, parts = self.adapter_parameters > 0, self.model.adapter_parameters(1) * (1 + self.repeats)
+        values = self.model.layer_values_per_token(rounded=self.compute_dtype == "bf16", frozen=frozen)
+        values += -(-self.model.linear_maps * self.adapter_parameters // parts)  # between the two matrices of adapters
         return COMPUTE_BYTES[self.compute_dtype] * self._tokens * values
+
+    def _bridge_bytes(self) -> int:
+        """Bytes that a bridge keeps: its output, what is normed and what is between its matrices; in bf16 also the
+        input as fp32, of which what is normed is one more value, and the matrices."""
+        if not self.bridge_rank:
+            return 0
+        hidden, rounded = self.model.hidden, self.compute_dtype == "bf16"
+        matrices = 2 * hidden * self.bridge_rank if rounded else 0
+        values = self._tokens * ((4 if rounded else 2) * hidden + self.bridge_rank)
+        return COMPUTE_BYTES[self.compute_dtype] * (values + matrices)
 
     @property
     def _tokens(self) -> int:

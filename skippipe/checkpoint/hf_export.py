@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,12 +25,13 @@ from skippipe.checkpoint.format import run_field, save_tensors
 from skippipe.codecs import decode
 from skippipe.data.tokenizer import FILE, SETTINGS, TextTokenizer
 from skippipe.errors import UserError, first_line, require
-from skippipe.json_fields import fsync_path
+from skippipe.json_fields import fsync_path, json_text
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import merged
-from skippipe.model.model_files import INDEX
+from skippipe.model.model_files import GENERATION, INDEX
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stand_ins import is_stand_in
+from skippipe.optim.interface import STORED_BYTES
 from skippipe.runs.records import MetricsRow, metrics_of
 from skippipe.runs.tail import read_object
 
@@ -39,6 +40,7 @@ CARD_FILE = "README.md"
 SCORE_FILE = "eval.json"
 """The score of a run's model in its output folder, if there is one."""
 UNFINISHED = "unfinished"
+HALVES = (torch.bfloat16, torch.float16)
 _Generation: Any = GenerationConfig  # untyped
 
 
@@ -61,6 +63,15 @@ def special_ids(folder: Path, config: Any) -> dict[str, int | list[int]]:
     if others and "eos_token_id" in found:
         found["eos_token_id"] = [int(found["eos_token_id"]), *others]  # type: ignore[arg-type]
     return found
+
+
+def generation_settings(ids: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What `generation_config.json` says: the settings of the model that was trained further, with the ids by the
+    tokenizer unless that ends texts with one of the tokens that were given."""
+    ours, theirs = (
+        each if isinstance(each, list) else [each] for each in (ids.get("eos_token_id"), given.get("eos_token_id"))
+    )
+    return {**ids, **given} if ours[0] in theirs else {**given, **ids}
 
 
 @dataclass(frozen=True)
@@ -193,7 +204,10 @@ class ModelFolder:
     score: Path | None = None
     """As in `ModelCard`."""
     base: Path | None = None
-    """If the stages that come are adapters: the folder with the weights that they are for."""
+    """If the stages that come are adapters: the folder with the weights that they are for. Those that stay as they are
+    are stored in the type that they have there."""
+    generation: Path | None = None
+    """`generation_config.json` of the model that was trained further, which need not be there."""
     _pieces: list[torch.Tensor] = field(init=False, default_factory=list)
     _where: dict[str, str] = field(init=False, default_factory=dict)
     """Name of a weight → the file that holds it."""
@@ -219,7 +233,10 @@ class ModelFolder:
         self._stand_ins[stage] = {name: trained.pop(name).clone() for name in list(trained) if is_stand_in(name)}
         if self.base is not None:
             names = [slot.name for slot in layout_of_stage(self.spec, self.layers, stage, frozen=True)]
-            trained = merged(read_base(self.base, names), trained, self.spec.lora)
+            there = read_base(self.base, names)
+            trained = merged(there, trained, self.spec.lora)
+            if self.spec.heals:
+                self.dtype = stored_dtype(there.values())
         weights = {name: each.to(self.dtype).contiguous() for name, each in trained.items()}
         file = f"model-{stage + 1:05d}-of-{len(self.layers):05d}.safetensors"
         if self._where.get(next(iter(weights))) != file:  # else it is there: what failed came after it
@@ -249,8 +266,11 @@ class ModelFolder:
     def missing_bytes(self) -> int:
         """Bytes of the model that are not written yet."""
         spec = self.spec.without_adapters()
-        stages = (layout_of_stage(spec, self.layers, stage) for stage in range(len(self.layers)))
-        return self.dtype.itemsize * sum(place.size for places in stages for place in places) - self._bytes
+        numbers = range(len(self.layers))
+        model = sum(slot.size for stage in numbers for slot in layout_of_stage(spec, self.layers, stage))
+        trained = (slot for stage in numbers for slot in layout_of_stage(self.spec, self.layers, stage))
+        beside = sum(slot.size for slot in trained if is_stand_in(slot.name))  # they are written last
+        return self.dtype.itemsize * model - self._bytes + STORED_BYTES * beside
 
     @property
     def _unfinished(self) -> Path:
@@ -266,19 +286,31 @@ class ModelFolder:
         for name in ids.keys() - {"pad_token_id"}:  # a padding token would change the embedding
             setattr(config, name, ids[name])
         config.save_pretrained(self._unfinished)
-        _Generation(**ids).save_pretrained(self._unfinished)
+        given = (read_object(self.generation) if self.generation else None) or {}
+        if given:  # as it is: what transformers would not write itself is none of our business
+            text = json_text(generation_settings(ids, given)) + "\n"
+            (self._unfinished / GENERATION).write_text(text, encoding="utf-8")
+        else:
+            _Generation(**ids).save_pretrained(self._unfinished)
         card = ModelCard(config, self.layers, self._bytes // self.dtype.itemsize, self.run, self.iterations, self.score)
         (self._unfinished / CARD_FILE).write_text(card.text() + "\n", encoding="utf-8")
         (self._unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         if self.spec.bridges or self.spec.heals:
             stages = [self._stand_ins[stage] for stage in range(len(self.layers))]
-            write_stand_ins(self._unfinished, StandInsInfo.of(self.spec, self.layers), stages, self.dtype)
+            write_stand_ins(self._unfinished, StandInsInfo.of(self.spec, self.layers), stages)
         for path in self._unfinished.iterdir():
             fsync_path(path)
         for path in sorted(self._unfinished.iterdir()):
             path.replace(self.folder / path.name)
         self._unfinished.rmdir()
         fsync_path(self.folder)
+
+
+def stored_dtype(weights: Iterable[torch.Tensor]) -> torch.dtype:
+    """The type in which weights that stay as they are are stored: their own, if all have the same and it is one of half
+    precision."""
+    (found, *others) = {each.dtype for each in weights}
+    return found if found in HALVES and not others else torch.float32
 
 
 def hub_api(name: str) -> Any:

@@ -23,14 +23,16 @@ def built_in(checkpoint: Path) -> Path:
 
 
 def find_checkpoint(checkpoint: Path) -> Path:
-    """A checkpoint or a Hugging Face folder itself; of a run's output folder, its newest checkpoint or its model.
+    """A checkpoint or a Hugging Face folder itself; of a run's output folder, its newest checkpoint or its model (see
+    `model_instead`).
 
     UserError if there is none.
     """
     checkpoint = built_in(checkpoint)
     if not exists(checkpoint):
         raise UserError(f"{checkpoint}: no such folder; '{BUILT_IN[0]}' is a model that is built in")
-    for place in (checkpoint, *Checkpoints.of_run(checkpoint).complete()[:1], checkpoint / "model"):
+    newest = [] if model_instead(checkpoint) else Checkpoints.of_run(checkpoint).complete()[:1]
+    for place in (checkpoint, *newest, checkpoint / "model"):
         if (place / MANIFEST).is_file() or (place / CONFIG).is_file():
             other = place != checkpoint and (place / INDEX).is_file()
             if other and run_id_of(checkpoint) not in (None, model_run_id(place)):
@@ -41,6 +43,32 @@ def find_checkpoint(checkpoint: Path) -> Path:
     raise UserError(
         f"{checkpoint}: neither a checkpoint, nor a run's output folder, nor a Hugging Face folder with a config.json"
     )
+
+
+def model_instead(run: Path) -> Path | None:
+    """The model in a run's output folder, if the only checkpoint has what the run began with: one process makes no
+    others, and neither does checkpoint.every = 0. None: there is a later one, or no such model."""
+    found, model = Checkpoints.of_run(run).complete(), run / "model"
+    if not found or int(found[0].name):
+        return None
+    ours = (model / INDEX).is_file() and run_id_of(run) in (None, model_run_id(model))
+    return model if ours else None
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """The newest checkpoint of a run, with a warning for every one of another run that is ignored. UserError if there
+    is none, or none but that of the start where there is a model that was trained."""
+    checkpoints = Checkpoints.of_run(run)
+    checkpoints.warn_of_others()
+    found = checkpoints.complete()
+    if not found:
+        raise UserError(f"{run}: neither a checkpoint nor the output folder of a run that has one")
+    if model := model_instead(run):
+        raise UserError(
+            f"{found[0]}: is what the run began with, and there is no later checkpoint; what it has trained is in "
+            f"{model}, a folder like those that export makes"
+        )
+    return found[0]
 
 
 def locate_checkpoint(checkpoint: Path) -> Path:

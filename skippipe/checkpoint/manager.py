@@ -38,7 +38,7 @@ from skippipe.codecs import EncodedTensor, encode
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
-from skippipe.model.model_files import CODE_FIELD, TEXT_FIELDS
+from skippipe.model.model_files import CODE_FIELD, GENERATION, TEXT_FIELDS
 from skippipe.model.model_spec import ModelSpec, config_from
 from skippipe.model.stage import layer_ranges
 from skippipe.optim import OPTIMIZERS
@@ -382,6 +382,7 @@ def export(place: Path, folder: Path, score: Path | None = None) -> Manifest:
     ours = manifest.run != "" and run_id_of(run) == manifest.run
     about: dict[str, Any] = {"run": run if ours else None, "iterations": manifest.iterations, "score": score}
     about["base"] = base_of(place) if manifest.trains_adapters else None
+    about["generation"] = place.parent / GENERATION
     model = ModelFolder(folder, manifest.layers, spec, tokenizer, run_id=manifest.run, **about)
     try:
         for stage in range(len(manifest.layers)):

@@ -186,6 +186,7 @@ def export(
     Example: skippipe export run model/
     """
     from skippipe.checkpoint.format import MANIFEST, Checkpoints
+    from skippipe.checkpoint.locate import newest_checkpoint
 
     if private and push is None:
         raise UserError("--private: goes with --push, which uploads the model")
@@ -203,12 +204,7 @@ def export(
             )
         place = found_best.place
     else:
-        checkpoints = Checkpoints.of_run(checkpoint)
-        checkpoints.warn_of_others()
-        found = checkpoints.complete()
-        if not found:
-            raise UserError(f"{checkpoint}: neither a checkpoint nor the output folder of a run that has one")
-        place = found[0]
+        place = newest_checkpoint(checkpoint)
     folder = one_folder(folder, output)
     check_empty(folder)
     if adapter and score is not None:

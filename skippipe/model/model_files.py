@@ -14,7 +14,7 @@ from skippipe.errors import UserError
 from skippipe.json_fields import read_json
 
 CONFIG, TOKENIZER, ADAPTER = "config.json", "tokenizer_config.json", "adapter_config.json"
-INDEX = "model.safetensors.index.json"
+INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
 READ_WHOLE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # how files end that are read into memory at once
 MOST_BYTES = 2**28  # of such a file; the largest tokenizers that are published have an eighth of it
 CODE_FIELD = "auto_map"

@@ -34,9 +34,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from skippipe.model.model_spec import ModelSpec
+from skippipe.optim import OPTIMIZERS
 from skippipe.stage_subset import Hop
 
 BRIDGE, ADAPTER = "bridges.", "adapters."  # how the names of their weights begin
+STATES = {each.name for optimizer in OPTIMIZERS.values() for each in optimizer.state_tensors}
 GATE = 0.5  # of repeats, at the start
 EPSILON = 1e-6  # added to the mean square; what torch adds by itself depends on the precision and is large in bfloat16
 
@@ -110,12 +112,18 @@ class Bridges(nn.Module):
 
 def is_bridge(name: str) -> bool:
     """Whether a weight of this name, or the optimizer's state for it, is a bridge's."""
-    return name.startswith(BRIDGE) or f".{BRIDGE}" in name
+    return _weight_name(name).startswith(BRIDGE)
 
 
 def is_stand_in(name: str) -> bool:
     """Whether a weight of this name, or the optimizer's state for it, is of a bridge or of `StageAdapters`."""
-    return is_bridge(name) or name.startswith(ADAPTER) or f".{ADAPTER}" in name
+    return _weight_name(name).startswith((BRIDGE, ADAPTER))
+
+
+def _weight_name(name: str) -> str:
+    """The weight's, by its own name or that of the optimizer's state for it."""
+    state, _, of = name.partition(".")
+    return of if state in STATES else name
 
 
 def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

@@ -25,7 +25,7 @@ from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.sharded_stage import ShardedStep
 from skippipe.model.stage_step import Lesson, StageStep
-from skippipe.model.stand_ins import is_stand_in
+from skippipe.model.stand_ins import is_bridge
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.device_copies import Copies, copies_of
 from skippipe.runtime.neighbour_init import embedding_slots, init_from_backup, init_from_neighbours
@@ -94,7 +94,7 @@ class StageExecutor:
             return make(weights.gradient, codec, offload)
         if len(workload.gradient_rounds(self._stage, self._layers[self._stage])) == 1:
             return make(weights.gradient, low_rank.factors, offload)
-        slots = [(slot.start, slot.shape) for slot in weights.slots if not is_stand_in(slot.name)]
+        slots = [(slot.start, slot.shape) for slot in weights.slots if not is_bridge(slot.name)]
         return LowRankAverager(weights.gradient, low_rank, factored_matrices(slots, low_rank), make, offload)
 
     def run(self, work: ops.Op) -> Any:

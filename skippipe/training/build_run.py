@@ -45,6 +45,7 @@ from skippipe.training.job_plan import (
     plan_file,
     plan_of_earlier_run,
     plans_by_length,
+    without_sharding,
 )
 from skippipe.training.pretrained import (
     check_healed_stages,
@@ -248,7 +249,11 @@ def build_run(
     given = Plan.load(Path(job.pipeline.plan)) if job.pipeline.plan else None
     if given is not None:
         check_settled(job, given)
+    if given is not None and job.recipe.heal:
+        given = given.edited(cluster=without_sharding(given.cluster))
     cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
+    if job.recipe.heal:
+        cluster = without_sharding(cluster)
     config_named(job.model.config)  # cheap, and says what is wrong before text is read
     tokens = prepare(
         job.data.texts,
@@ -265,7 +270,7 @@ def build_run(
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     if given and spec.heals:
-        check_healed_stages(Path(job.model.weights), given.layers)
+        check_healed_stages(job.pipeline.plan, Path(job.model.weights), given.layers)
     plan = checked_plan(given, job, spec) if given else None
     if plan is None and options.resumed:
         plan = plan_of_earlier_run(job, spec)
@@ -273,7 +278,7 @@ def build_run(
     if plan is None:
         plan = make_job_plan(job, cluster, example, spec, request)
     check_sharding(plan, spec)
-    lengths = job_lengths(job, len(plan.stages), plan.visited)
+    lengths = job_lengths(job, len(plan.stages), plan.visited, plan)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
     held_out = held_out_text(job.validation, job.data, tokens, reading)
     plan = plans[most_frequent(lengths)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from skippipe.codecs import CodecId, GradientsId
+from skippipe.codecs import LOW_RANK, CodecId, GradientsId
 from skippipe.collectives import COLLECTIVES, CollectiveId
 from skippipe.errors import UserError
 from skippipe.heartbeat import TIMEOUT_S
@@ -312,6 +312,8 @@ class JobConfig:
             )
         if not COLLECTIVES[engine].in_messages and codec != "fp32":
             raise UserError(f"averaging.dtype: {engine} averages in fp32, not {codec}; choose fp32 or engine 'ring'")
+        if codec in LOW_RANK and self.trains_adapters:
+            raise UserError(f"averaging.dtype: {codec}: adapters are of low rank already; choose a codec that is not")
         if COLLECTIVES[engine].elastic and not OPTIMIZERS[self.learning.optimizer].elementwise:
             raise UserError(
                 f"learning.optimizer: a step of '{self.learning.optimizer}' mixes the numbers of a tensor, so nodes "
@@ -418,6 +420,11 @@ class JobConfig:
         if recipe.early_exit or recipe.residual != "plain":
             name = "early_exit" if recipe.early_exit else "residual"
             raise UserError(f"recipe.{name}: is for a model that is trained itself; with recipe.heal leave it out")
+        if self.pipeline.split_backward:
+            raise UserError(
+                "pipeline.split_backward: with recipe.heal the only weight gradients are of adapters and bridges, and "
+                "these are not put off; leave it out"
+            )
         if self.validation.enabled:
             raise UserError(
                 "validation: measures the whole model, which recipe.heal leaves as it is; leave it out, and measure "

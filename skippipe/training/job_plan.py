@@ -4,14 +4,14 @@ paths."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from skippipe.cluster import Cluster
+from skippipe.cluster import Cluster, DeviceMode
 from skippipe.errors import Infeasible, UserError
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
@@ -62,7 +62,7 @@ def make_job_plan(
         job,
         spec,
         stages,
-        visited_of(parse_share(pipeline.skip or "0", "pipeline.skip"), stages),
+        {visited_of(parse_share(pipeline.skip or "0", "pipeline.skip"), stages): 1},
     )
     cluster = _emulated(job, cluster, workload)
     if job.followed.phases:
@@ -78,12 +78,17 @@ def make_job_plan(
         return make_plan_for(problem, usual, Strategy(pipeline.strategy), request)
 
 
-def _as_job_trains(workload: Workload, job: JobConfig, spec: ModelSpec, stages: int, visited: int) -> Workload:
-    """The workload with all that the job says about training: optimizer, averaging, adapters, bridges. Paths through so
-    many stages are `visited` unless the recipe says otherwise."""
+def _as_job_trains(
+    workload: Workload, job: JobConfig, spec: ModelSpec, stages: int, paths: Mapping[int, int]
+) -> Workload:
+    """The workload with all that the job says about training: optimizer, averaging, adapters, bridges. So many `paths`
+    have each length, unless the recipe says otherwise."""
     layers = split_evenly(spec.layers, stages)
     slots = [slot for each in range(stages) for slot in layout_of_stage(spec, layers, each)] if spec.frozen else []
     adapters = sum(slot.size for slot in slots if not is_bridge(slot.name))
+    shares: Mapping[int, Fraction | int] = paths
+    if job.followed.phases:
+        shares = job.followed.path_shares(job.iterations, stages, stages)
     return replace(
         workload,
         early_exit=job.recipe.early_exit > 0,
@@ -95,12 +100,13 @@ def _as_job_trains(workload: Workload, job: JobConfig, spec: ModelSpec, stages: 
         bridge_parameters=spec.shape.bridge_parameters(spec.bridges, stages),
         bridge_rank=spec.bridges,
         repeats=spec.repeats,
-        mean_repeats=mean_repeats(stages, job.followed.path_shares(job.iterations, stages, visited), spec.repeats),
+        mean_repeats=mean_repeats(stages, shares, spec.repeats),
     )
 
 
-def job_lengths(job: JobConfig, stages: int, default: int) -> Counter[PathLength]:
-    """Length of paths → how many iterations of the job have such paths."""
+def job_lengths(job: JobConfig, stages: int, default: int, plan: Plan | None = None) -> Counter[PathLength]:
+    """Length of paths → how many iterations of the job have such paths. Where the recipe does not say it, paths are
+    those of the plan, of which the longest is the `default`."""
     found = job.followed.path_lengths(job.iterations, stages, default)
     shortest = min(found, key=lambda length: min(parts_of(length)))
     least = min(parts_of(shortest))
@@ -109,9 +115,18 @@ def job_lengths(job: JobConfig, stages: int, default: int) -> Counter[PathLength
             f"recipe.skip: '{job.followed.skip}' leaves {least} of {stages} stages in {found[shortest]} "
             f"iterations; a path has at least 2: skip {Fraction(stages - 2, stages)} at most"
         )
-    if (job.recipe.bridges or job.recipe.distill) and found.keys() == {stages}:
+    shorter = plan is not None and not job.followed.phases and _paths_of(plan).keys() != {stages}
+    if (job.recipe.bridges or job.recipe.distill) and found.keys() == {stages} and not shorter:
         name = "heal" if job.recipe.heal else "bridges" if job.recipe.bridges else "distill"
         raise UserError(f"recipe.{name}: would have no effect: no path leaves a stage out; set recipe.skip")
+    return found
+
+
+def _paths_of(plan: Plan) -> Counter[int]:
+    """Length of paths → how many microbatches have such paths."""
+    found: Counter[int] = Counter()
+    for lane in plan.lanes:
+        found[len(lane.path)] += lane.microbatches
     return found
 
 
@@ -205,6 +220,11 @@ def _settled_by(plan: Plan) -> dict[str, Any]:
 def check_settled(job: JobConfig, plan: Plan) -> None:
     """UserError if the job sets a field that its plan file settles, and to something else."""
     pipeline = job.pipeline
+    if job.recipe.heal and plan.split_backward:
+        raise UserError(
+            f"pipeline.plan: {pipeline.plan} splits the backward pass, and with recipe.heal nothing is put off: make a "
+            "plan without that, or leave pipeline.plan out"
+        )
     settled = _settled_by(plan)
     if pipeline.layers:
         settled["pipeline.layers"] = ",".join(map(str, plan.layers))
@@ -222,6 +242,16 @@ def check_settled(job: JobConfig, plan: Plan) -> None:
     unused += () if job.sets("cluster") else ("emulation.like", "emulation.time")
     for name in filter(job.sets, unused):
         raise UserError(f"{name}: would have no effect: pipeline.plan names a plan that is made; leave one of them out")
+
+
+def without_sharding(cluster: Cluster) -> Cluster:
+    """The cluster for a job that heals: nodes with several devices that may shard a stage work as replicas, so that
+    neither planner nor repair gives them a stage that one device cannot hold."""
+    nodes = (
+        replace(node, device_mode=DeviceMode.REPLICAS) if node.devices > 1 and node.device_mode is None else node
+        for node in cluster.nodes
+    )
+    return replace(cluster, nodes=tuple(nodes))
 
 
 def _emulated(job: JobConfig, cluster: Cluster, workload: Workload) -> Cluster:
@@ -244,7 +274,8 @@ def checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None 
         ]
         raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
     if job.cluster != JobConfig().cluster:
-        cluster = _emulated(job, cluster_named(job.cluster)[0], plan.workload)
+        cluster = cluster_named(job.cluster)[0]
+        cluster = _emulated(job, without_sharding(cluster) if job.recipe.heal else cluster, plan.workload)
         if cluster.fingerprint != plan.cluster.fingerprint:
             raise UserError(
                 f"{path}: this plan is for the cluster '{plan.cluster.name}', the job names '{cluster.name}'"
@@ -252,7 +283,7 @@ def checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None 
     broken = validate(plan)
     if broken:
         raise UserError(f"{path}: the plan breaks a rule: {broken[0]}; 'skippipe check' names all")
-    workload = _as_job_trains(plan.workload, job, spec, len(plan.stages), plan.visited)
+    workload = _as_job_trains(plan.workload, job, spec, len(plan.stages), _paths_of(plan))
     plan = plan.edited(workload=workload)
     if broken := validate(plan):
         raise UserError(f"{path}: with this job's recipe and optimizer the plan breaks a rule: {broken[0]}")

@@ -9,6 +9,7 @@ checkpoints.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor
 from skippipe.checkpoint.adapters import BASE, read_adapter, with_adapter
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, read_stand_ins
 from skippipe.checkpoint.format import MANIFEST, StageWriter, StoredFile
-from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.checkpoint.hf_export import ModelFolder, stored_dtype
 from skippipe.checkpoint.manager import manifest_of
 from skippipe.codecs import encode
 from skippipe.errors import UserError, first_line
@@ -28,7 +29,7 @@ from skippipe.inference.checkpoint_loader import CheckpointOutline, select_weigh
 from skippipe.json_fields import exists
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import initial
-from skippipe.model.model_files import CONFIG, TOKENIZER
+from skippipe.model.model_files import CONFIG, GENERATION, TOKENIZER
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stand_ins import trained_bridges
@@ -80,9 +81,11 @@ def _with_stand_ins(job: JobConfig, folder: Path) -> JobConfig:
     recipe = replace(job.recipe, bridges=info.bridges, adapters=info.adapters, repeats=info.repeats)
     pipeline = job.pipeline
     if not pipeline.plan:
-        layers = ",".join(map(str, info.layers))
-        same = pipeline.stages in (0, len(info.layers)) and pipeline.layers.replace(" ", "") in ("", layers)
-        check_healed_stages(folder, info.layers if same else ())
+        stages, layers = len(info.layers), ",".join(map(str, info.layers))
+        said = ("stages", pipeline.stages, stages), ("layers", pipeline.layers.replace(" ", ""), layers)
+        for name, ours, theirs in said:
+            if ours and ours != theirs:
+                raise UserError(f"pipeline.{name}: {ours} here, {theirs} in {folder / BRIDGES_FILE}; leave it out")
         pipeline = replace(pipeline, layers=layers)
     return replace(job, recipe=recipe, pipeline=pipeline)
 
@@ -100,13 +103,14 @@ def stand_ins_in(folder: Path) -> StandInsInfo:
     return info
 
 
-def check_healed_stages(folder: Path, layers: tuple[int, ...]) -> None:
-    """UserError unless bridges and adapters in the folder are for stages of so many layers."""
+def check_healed_stages(plan_file: str, folder: Path, layers: tuple[int, ...]) -> None:
+    """UserError unless bridges and adapters in the folder are for the stages of a plan, of so many layers."""
     theirs = stand_ins_in(folder).layers
     if layers != theirs:
-        said = ",".join(map(str, theirs))
+        here, there = (",".join(map(str, each)) for each in (layers, theirs))
         raise UserError(
-            f'recipe.heal: {folder / BRIDGES_FILE} is for stages of {said} layers: set pipeline.layers = "{said}"'
+            f"pipeline.plan: {plan_file} has stages of {here} layers, and {folder / BRIDGES_FILE} is for stages of "
+            f"{there}: make a plan for these, or leave pipeline.plan out"
         )
 
 
@@ -158,15 +162,18 @@ def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
     optimizer = OPTIMIZERS[node_config.learning.optimizer]
     stages: Iterator[dict[str, Tensor]] = _stages_in(folder, run.spec.without_adapters(), layers)
     if run.spec.frozen:
-        _write_base(run, stages)
+        _write_base(run, stages, folder / GENERATION)
         begun = Path(adapter) if adapter else None
         stages = _stand_ins(folder, run.spec, layers) if run.spec.heals else _adapters(run.spec, layers, begun)
     unfinished = run.checkpoints.begin()
+    if (folder / GENERATION).is_file():  # for the folders that are made of this run
+        shutil.copyfile(folder / GENERATION, run.checkpoints.folder / GENERATION)
     run.tokenizer.save(unfinished)
     files: list[StoredFile] = []
     for stage, found in enumerate(stages):
         slots = layout_of_stage(run.spec, layers, stage)
-        if bridges := trained_bridges(run.spec, stage, len(layers)):
+        bridges = None if run.spec.heals else trained_bridges(run.spec, stage, len(layers))
+        if bridges:
             found = dict(bridges.named_weights()) | found
         writer = StageWriter(unfinished, stage, slots, optimizer, run.run_id)
         for slot in slots:
@@ -245,12 +252,13 @@ def _check_shapes(folder: Path, slots: Iterable[ParamSlot], found: Mapping[str, 
             raise UserError(f"{folder}: tensor '{slot.name}' {list(slot.shape)} is {there}")
 
 
-def _write_base(run: Run, stages: Iterable[dict[str, Tensor]]) -> None:
-    """Keep the weights that adapters are for beside the checkpoints; a stage in bf16 if that is how it is stored."""
+def _write_base(run: Run, stages: Iterable[dict[str, Tensor]], generation: Path) -> None:
+    """Keep the weights that adapters are for beside the checkpoints; a stage in half precision if it is stored so."""
     layers = run.node_config.plan.layers
     spec = ModelSpec(deepcopy(run.spec.config), run.spec.seed)  # whose configuration is changed by writing it
-    model = ModelFolder(run.checkpoints.folder / BASE, layers, spec, run.tokenizer, run_id=run.run_id)
+    folder = run.checkpoints.folder / BASE
+    model = ModelFolder(folder, layers, spec, run.tokenizer, run_id=run.run_id, generation=generation)
     for stage, found in enumerate(stages):
-        model.dtype = torch.bfloat16 if all(each.dtype == torch.bfloat16 for each in found.values()) else torch.float32
+        model.dtype = stored_dtype(found.values())
         flat = [found[slot.name].detach().flatten() for slot in layout_of_stage(spec, layers, stage)]
         model.store_flat(stage, torch.cat(flat))

@@ -20,6 +20,7 @@ from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.launch.fork_server import ProcessPool
 from skippipe.launch.launcher import Launcher, LocalLauncher, NodeEndpoints
+from skippipe.model.model_files import GENERATION
 from skippipe.model.model_spec import ModelSpec
 from skippipe.plan import Plan
 from skippipe.runs.wal import WriteAheadLog
@@ -231,6 +232,7 @@ class Run(RunOptions):
             run_id=self.run_id,
             run=self.output,
             base=self.checkpoints.folder / BASE if self.spec.frozen else None,
+            generation=self.checkpoints.folder / GENERATION,
         )
         return ModelStore(folder, self.rescue, self._what_to_do)
 

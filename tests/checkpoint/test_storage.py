@@ -136,6 +136,15 @@ def no_rescue() -> Path | None:
     return None
 
 
+def test_bridges_and_adapters_count_with_what_is_missing(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    model = ModelFolder(tmp_path / "plain", LAYERS, ModelSpec(tiny("llama"), 8), tokenizer)
+    beside = ModelFolder(tmp_path / "healed", LAYERS, ModelSpec(tiny("llama"), 8, None, 2, adapters=4), tokenizer)
+    width, shape = tiny("llama").hidden_size, ModelSpec(tiny("llama")).shape
+    bridges = (2 + 1) * width * (2 * 2 + 1)
+    adapters = sum(LAYERS) * shape.adapter_parameters(4)
+    assert beside.missing_bytes - model.missing_bytes == 4 * (bridges + adapters)
+
+
 def test_a_model_that_cannot_be_written_is_held_until_it_can(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     weights = Weights(tmp_path / "model", tokenizer)
     store = ModelStore(weights.folder, no_rescue, lambda: WAYS)

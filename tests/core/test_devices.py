@@ -49,6 +49,7 @@ def test_bridges_are_on_the_last_device_alone(stage: int) -> None:
     needed = [LLAMA.fixed_bytes(*part) + LLAMA.held_bytes(part[1]) for part in parts]
     bridges = workload.fixed_bytes(1, 1) - LLAMA.fixed_bytes(1, 1)
     assert bridges == 20 * 10**9
+    bridges += workload.held_bytes(1) - LLAMA.held_bytes(1)
     most = max(*needed[:-1], needed[-1] + bridges)
     assert device_bytes(node, workload, stage, 6, 1) == most
     assert room_of(replace(node, memory_bytes=most), workload, stage, 6) == Room(1, 1)

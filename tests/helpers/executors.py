@@ -21,7 +21,7 @@ from skippipe.runtime.device_copies import Copies
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.ops import AdoptPiece, ContributePiece, GradNorm, OptimizerStep
 from skippipe.runtime.stage_executor import StageExecutor
-from skippipe.transport.message import GradientPiece
+from skippipe.transport.message import GradientPiece, Message
 from skippipe.workload import Workload
 from tests.helpers.models import tiny
 
@@ -106,7 +106,7 @@ def _deliver(protocols: dict[int, AveragingProtocol], node: int) -> None:
     for each in protocols[node].take_outgoing(()):
         header = GradientPiece(0, each.stage, each.transfer)
         assert protocols[each.receiver].expects(node, header)
-        assert protocols[each.receiver].take(header, each.body)
+        assert protocols[each.receiver].take(node, Message(header, each.body), 0)
         _deliver(protocols, each.receiver)
 
 

@@ -49,13 +49,18 @@ def costs(plan: Json) -> Costs:
     layer_forward = n * (2 * t * (attention + 3 * d * f * model["experts_active"]) + 2 * t**2 * h)
     computed = {"fp32": 4, "bf16": 2}[work["compute_dtype"]]
     token_bytes, rounded, tied = computed * n * t, computed == 2, model["tied_embeddings"]
-    layer_bytes: int = token_bytes * ((11 if rounded else 6) * d + 2 * h + 2 * k + 4 * f * model["experts_active"])
+    adapters: int = work.get("adapter_parameters", 0)
+    repeats, mean_repeats = work.get("repeats", 0), work.get("mean_repeats", 0.0)
+    maps, ranked = (7, 7 * d + 2 * h + 2 * k + 3 * f) if e == 1 else (4, 4 * d + 2 * h + 2 * k)
+    values = (11 if rounded else 6) * d + 2 * h + 2 * k + 4 * f * model["experts_active"]
+    if adapters:
+        values += -(-maps * adapters // (ranked * (1 + repeats))) - 2 * d
+    layer_bytes: int = token_bytes * values
     checkpointing = work["activation_checkpointing"]
     linear_parameters = attention + (3 * d * f if e == 1 else 0)
     ends: int = (v if model["tied_embeddings"] else 2 * v) * d + d
-    adapters: int = work.get("adapter_parameters", 0)
     bridges: int = work.get("bridge_parameters", 0)
-    repeats, mean_repeats = work.get("repeats", 0), work.get("mean_repeats", 0.0)
+    bridge_rank = work.get("bridge_rank", 0)
     share = work.get("weight_share", 0.5)
     gradient_dtypes = work.get("gradient_dtypes", [work["gradient_dtype"]] * len(stages))
     ratio = work["backward_ratio"] * (1 - share) if adapters else work["backward_ratio"]
@@ -71,7 +76,7 @@ def costs(plan: Json) -> Costs:
     def fixed_by(stage: int, layers: int, bridged: bool = True) -> int:
         total: int = (20 if gradient_dtypes[stage] == "fp32" else 24) * trained_by(stage, layers, bridged)
         total += 3 * sum(rounds_by(stage, layers, bridged)) if gradient_dtypes[stage].startswith("rank-") else 0
-        total += max(work_of_layer(), work_of_head() if stage == 0 else 0)
+        total += max(work_of_layer() + work_of_repeats(layers), work_of_head() if stage == 0 else 0)
         if rounded and not checkpointing:
             total += 2 * layers * (adapters or linear_parameters)
         if rounded and stage == 0 and not tied and not adapters:
@@ -84,11 +89,15 @@ def costs(plan: Json) -> Costs:
 
     def work_of_layer() -> int:
         work = token_bytes * (3 * f * model["experts_active"] + d) + checkpointing * layer_bytes
+        largest, whole = d * f, linear_parameters
         if adapters:
-            return int(work)
+            largest, whole = -(-adapters // ranked) * max(d, h, f if e == 1 else 0), adapters
         if rounded and checkpointing:
-            return int(work + 2 * linear_parameters + 6 * d * f)
-        return int(work + computed * d * f)
+            return int(work + 2 * whole + 6 * largest)
+        return int(work + computed * largest)
+
+    def work_of_repeats(layers: int) -> int:
+        return layers * adapters * (2 if rounded and not checkpointing else 4) if repeats else 0
 
     def work_of_head() -> int:
         pieces = max(1, -(-n * t * v // 2**27))
@@ -102,14 +111,20 @@ def costs(plan: Json) -> Costs:
             first, second = logits, computed * (tokens * v + v * d)
         return int(max(first, second) + 8 * tokens * d)
 
-    def held_by(layers: int) -> int:
+    def held_by(layers: int, bridged: bool = True) -> int:
         taught = 8 * n * t * d if work.get("teacher") else 0
         if checkpointing:
-            return int(((1 + repeats) * (layers + 1) + bool(repeats)) * token_bytes * d + taught)
-        return int((1 + repeats) * layers * layer_bytes + 4 * n * t * d + taught)
+            bridge = bool(bridged and bridge_rank)
+            return int(((1 + repeats) * (layers + 1) + bridge) * token_bytes * d + taught)
+        total = (1 + repeats) * layers * layer_bytes + repeats * token_bytes * d + 4 * n * t * d + taught
+        if bridged and bridge_rank:
+            total += token_bytes * ((4 if rounded else 2) * d + bridge_rank) + rounded * 4 * d * bridge_rank
+        return int(total)
 
     def room(node: Json, stage: int, layers: int, bridged: bool = True) -> int:
-        free: int = max(0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers)))
+        free: int = max(
+            0, (node["memory_bytes"] - fixed_by(stage, layers, bridged)) // max(1, held_by(layers, bridged))
+        )
         most: int = free if work["max_slots"] is None else work["max_slots"]
         return min(free, most)
 
@@ -129,7 +144,7 @@ def costs(plan: Json) -> Costs:
 
         firsts = range(layers // count + 1) if stage == 0 else [layers // count]
         least = min(
-            firsts, key=lambda first: (max(fixed_by(*part) + held_by(part[1]) for part in parts(first)), -first)
+            firsts, key=lambda first: (max(fixed_by(*part) + held_by(*part[1:]) for part in parts(first)), -first)
         )
         return min(room(node, *part) for part in parts(least)), 1
 
@@ -139,16 +154,17 @@ def costs(plan: Json) -> Costs:
         once = layers * layer_forward
         return int(once + round(mean_repeats * once))
 
-    def added_forward(layers: int) -> int:
+    def added_forward(layers: int, mean_repeats: float = mean_repeats) -> int:
         of_adapters = layers * adapters
         if repeats:
             of_adapters = round(of_adapters * (1 + mean_repeats) / (1 + repeats))
-        return int(2 * n * t * (of_adapters + 2 * d * work.get("bridge_rank", 0)))
+        return int(2 * n * t * (of_adapters + 2 * d * bridge_rank))
 
     def node_costs(node: Json, stage: int) -> Node:
         model_forward, r = layers_forward(stages[stage]["layers"]), added_forward(stages[stage]["layers"])
         forward = model_forward + r
-        stage_0_forward = layers_forward(stages[0]["layers"]) + added_forward(stages[0]["layers"])
+        first = stages[0]["layers"]
+        stage_0_forward = first * layer_forward + added_forward(first, mean_repeats=0.0)
         gradients = ratio * model_forward + 2 * r if adapters else ratio * forward
         slots, workers = slots_and_workers(node, stage)
         head = (1 + ratio) * n * (2 * t * d * v)

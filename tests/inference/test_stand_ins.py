@@ -18,6 +18,7 @@ from skippipe.inference.eval.perplexity import PerplexityMeter, Windows
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.inference.speculative import Speculator, pick_draft
 from skippipe.model.spread_layers import weight_bytes
+from skippipe.model.stand_ins import is_bridge, is_stand_in
 from skippipe.runtime.messages import RunStep
 from skippipe.serving.executor import ServingExecutor
 from skippipe.serving.step_protocol import ForwardStep, NodeInfo, parse_step
@@ -38,6 +39,23 @@ RECIPES = [
     REPEATS,
 ]
 IDS = ["bridges", "adapters", "adapters by hop over bridges", "adapters by hop and shared", "repeats"]
+
+
+@pytest.mark.parametrize(
+    ("name", "bridge", "stand_in"),
+    [
+        ("bridges.0.down", True, True),
+        ("exp_avg.bridges.0.down", True, True),
+        ("adapters.model.layers.0.mlp.up_proj.up", False, True),
+        ("momentum_buffer.adapters.0.gates", False, True),
+        ("exp_avg_sq.model.layers.0.mlp.up_proj.weight", False, False),
+        ("model.layers.0.adapters.up.weight", False, False),
+        ("model.bridges.weight", False, False),
+    ],
+)
+def test_weights_that_stand_in_are_known_by_their_names(name: str, bridge: bool, stand_in: bool) -> None:
+    """Also the optimizer's state for them, and not weights of a model that has parts of such names."""
+    assert (is_bridge(name), is_stand_in(name)) == (bridge, stand_in)
 
 
 def rows_of(count: int = 4, length: int = 17) -> torch.Tensor:

@@ -75,13 +75,52 @@ def test_what_a_microbatch_keeps_is_counted(shape: ModelShape, compute_dtype: st
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
 def test_a_hop_past_other_stages_keeps_little_if_layers_are_recomputed(compute_dtype: str) -> None:
     work = workload_of(SHAPE, compute_dtype, checkpointing=True)
-    spec, hidden = ModelSpec(llama_config(SHAPE), 0, None, bridges=4, adapters=8, repeats=1), drawn(work)[0]
-    counted = replace(work, adapter_parameters=SHAPE.adapter_parameters(8), bridge_rank=4, repeats=1)
-    options: dict[str, Any] = {"compute_dtype": compute_dtype, "recompute": True, "place": StagePlace(0, 4)}
-    step = StageStep(spec, range(SHAPE.layers), OptimConfig(), ends=True, **options)
-    tensor_bytes = work.held_bytes(0)
+    step, counted = with_stand_ins(work, rank=8, bridge=4, repeats=1)
+    hidden, tensor_bytes = drawn(work)[0], work.held_bytes(0)
     assert kept_bytes(step, hidden, Hop(0, 1, 2)) == (SHAPE.layers + 1) * tensor_bytes
     assert kept_bytes(step, hidden, Hop(0, 3, 2)) == counted.held_bytes(SHAPE.layers)
+
+
+def with_stand_ins(work: Workload, rank: int, bridge: int, repeats: int) -> tuple[StageStep, Workload]:
+    """A stage with them, the first of six, and the workload that counts them."""
+    shape = work.model
+    spec = ModelSpec(llama_config(shape), 0, None, bridge, rank, repeats)
+    options: dict[str, Any] = {"compute_dtype": work.compute_dtype, "recompute": work.activation_checkpointing}
+    step = StageStep(spec, range(shape.layers), OptimConfig(), ends=False, place=StagePlace(0, 6), **options)
+    adapters = shape.adapter_parameters(rank)
+    return step, replace(work, adapter_parameters=adapters, bridge_rank=bridge, repeats=repeats)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("rank", "bridge", "repeats"), [(64, 16, 0), (66, 16, 2), (0, 16, 0), (6, 4, 1)])
+def test_what_stands_in_for_stages_keeps_what_is_counted(
+    rank: int, bridge: int, repeats: int, compute_dtype: str, checkpointing: bool
+) -> None:
+    """As large as the model is wide: adapters keep about as much then as they do beside a large model."""
+    work = workload_of(SHAPE, compute_dtype, checkpointing)
+    step, counted = with_stand_ins(work, rank, bridge, repeats)
+    found = kept_bytes(step, drawn(work)[0], Hop(0, 2 + repeats, 1 + repeats))
+    assert found == pytest.approx(counted.held_bytes(SHAPE.layers), rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("repeats", [0, 1])
+def test_what_a_backward_pass_of_adapters_needs_is_counted(
+    repeats: int, compute_dtype: str, checkpointing: bool
+) -> None:
+    """Above all the gradients of all adapters, where layers run again."""
+    work = workload_of(replace(SHAPE, layers=4), compute_dtype, checkpointing)
+    step, counted = with_stand_ins(work, 64, 16, repeats)
+    hidden, hop = drawn(work)[0], Hop(0, 2, 1)
+    for _ in range(2):
+        step.forward(KEY, hidden, hop=hop)
+        found = peak_bytes(lambda: step.backward(KEY, hidden))
+    expected = counted.working_bytes(1, 4)
+    copied = 4 * SHAPE.largest_adapter_matrix(64) if compute_dtype == "bf16" and not checkpointing else 0
+    assert 0.7 * expected < found <= 1.01 * (expected + copied)
+    assert found > 0.9 * expected or not repeats
 
 
 def kept_bytes(step: StageStep, hidden: Tensor, hop: Hop | None = None) -> int:

@@ -353,7 +353,7 @@ def test_an_optimizer_that_mixes_numbers_takes_no_newcomers() -> None:
 
 def test_the_planner_counts_what_an_optimizer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     adamw = Workload(MODELS["llama-tiny"], optimizer="adamw", compute_dtype="fp32")
-    parameters, working = adamw.stage_parameters(1, 4), adamw.working_bytes(1)
+    parameters, working = adamw.stage_parameters(1, 4), adamw.working_bytes(1, 4)
     found: dict[str, Any] = {}
     for name in ("adamw", "adamw8bit", "muon", "sgd", "rowwise"):
         work = replace(adamw, optimizer=name)

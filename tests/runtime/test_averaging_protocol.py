@@ -143,7 +143,7 @@ def test_what_a_relay_holds_of_an_attempt_that_was_given_up_does_not_leave(chang
     bench.work()
     bench.take(4, gradient_piece(FROM_4)).work()
     assert not pieces_of(bench)
-    assert bench.node.dropped == {(4, "a piece of an averaging that was given up"): 1}
+    assert bench.node.dropped == {(4, "a gradient piece of an attempt that was given up"): 1}
 
 
 def test_what_was_forwarded_is_sent_again_when_a_connection_is_made_again() -> None:

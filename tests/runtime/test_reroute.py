@@ -337,7 +337,7 @@ def test_averaging_that_is_under_way_is_given_up_and_begun_again_with_those_who_
     assert bench.sent() == [], "what was under way comes to nothing"
     assert bench.work() == []
     bench.take(3, gradient_piece(0, epoch=0))
-    assert bench.node.dropped == {(3, "a piece of an averaging that was given up"): 1}
+    assert bench.node.dropped == {(3, "a gradient piece of an attempt that was given up"): 1}
     bench.hear(Drain(0, 1, False))
     assert bench.work() == []
     assert bench.heard() == [DrainAck(0, 1, [])]

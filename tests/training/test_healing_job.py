@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info
 from skippipe.checkpoint.format import read_manifest
+from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.checkpoint.manager import export, export_adapter, origin_of
-from skippipe.cluster import DeviceMode
+from skippipe.cluster import Cluster, DeviceMode
+from skippipe.cost_model import room_of
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import logits
 from skippipe.inference.checkpoint_loader import StagedModel, load, load_stage, read_outline
@@ -39,6 +41,7 @@ from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.depth_growth import young_of
 from skippipe.training.job_config import (
+    AveragingConfig,
     CheckpointConfig,
     JobConfig,
     ModelConfig,
@@ -46,6 +49,7 @@ from skippipe.training.job_config import (
     RecoveryConfig,
     ValidationConfig,
 )
+from skippipe.training.job_plan import plan_of_earlier_run
 from skippipe.training.run import RunOptions
 from skippipe.training.train_job import _announce
 from skippipe.validate import validate
@@ -97,6 +101,7 @@ def test_a_job_trains_what_lies_beside_the_model_and_nothing_else(
     losses = trained(run_setup, "virtual")
     once = build_run(healing_job(tmp_path, folder, output=str(tmp_path / "once")))
     assert trained(once, "one-process") == pytest.approx(losses, rel=1e-4)
+    assert locate_checkpoint(tmp_path / "once") == tmp_path / "once" / "model", "one process makes no checkpoints"
     newest = run / "checkpoints" / "000002"
     for file in newest.glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
@@ -164,6 +169,47 @@ def test_the_whole_model_teaches_over_nodes_as_in_one_process(
     ):
         _announce(run_setup, promised=False)
         assert said in capsys.readouterr().out.splitlines()
+
+
+def test_a_plan_with_paths_of_several_lengths_says_how_often_layers_repeat(tmp_path: Path) -> None:
+    """Some go through all stages, which is no reason to refuse it, and half of them leave one out."""
+    job = healing_job(tmp_path, fitted(tmp_path / "fitted"), recipe=replace(HEAL, skip="0 & 1/3"))
+    made = build_run(job)
+    assert sorted({len(lane.path) for lane in made.plan.lanes}) == [2, 3]
+    assert made.plan.workload.mean_repeats == pytest.approx(1 / 5), "one of a path's two visits, and none of three"
+    made.plan.save(tmp_path / "plan.json")
+    planned = replace(job, recipe=replace(HEAL, skip=""), pipeline=PipelineConfig(plan=str(tmp_path / "plan.json")))
+    assert build_run(planned).plan == made.plan
+    pipeline = PipelineConfig(strategy="dtfm", layers="2,1,2")
+    whole = build_run(replace(job, recipe=SkipSchedule(), pipeline=pipeline, output=str(tmp_path / "whole")))
+    whole.plan.save(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"recipe\.heal: would have no effect: no path leaves a stage out"):
+        build_run(planned)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_made_of_a_folder_is_like_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of half precision, and with its settings of generation; bridges and adapters are stored as they were trained."""
+    folder = fitted(tmp_path / "fitted")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    for file in folder.glob("model*"):
+        file.unlink()
+    model.save_pretrained(folder)
+    end = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
+    settings = {"eos_token_id": [end, 3], "temperature": 0.6, "top_p": 0.9}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+    run_setup = build_run(healing_job(tmp_path, folder, iterations=1))
+    trained(run_setup)
+    checkpoints, exported = tmp_path / "run" / "checkpoints", tmp_path / "exported"
+    export(checkpoints / "000001", exported)
+    for each in (checkpoints / "base", tmp_path / "run" / "model", exported):
+        found = {name: value for file in each.glob("model-*.safetensors") for name, value in load_file(file).items()}
+        theirs = model.state_dict()
+        assert all(value.dtype == dtype and torch.equal(value, theirs[name]) for name, value in found.items())
+        assert json.loads((each / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
+        written = json.loads((each / "generation_config.json").read_text())
+        assert {name: written[name] for name in settings} == settings
+    assert all(value.dtype == torch.float32 for value in load_file(exported / BRIDGES_FILE).values())
 
 
 def answer(staged: StagedModel, stages: tuple[int, ...]) -> torch.Tensor:
@@ -246,15 +292,42 @@ def test_a_run_that_heals_survives_whoever_is_lost(tmp_path: Path) -> None:
         assert 0.005 < (learned - before).abs().max() < 0.3, "trained further from what was fitted, not from anew"
 
 
-def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path) -> None:
+def on_two_devices(tmp_path: Path, **others: Any) -> JobConfig:
+    """A job on nodes with two devices each."""
     cluster, _ = cluster_named("datacentre:6")
-    nodes = tuple(replace(node, devices=2, device_mode=DeviceMode.SHARDED) for node in cluster.nodes)
+    nodes = tuple(replace(node, devices=2, **others) for node in cluster.nodes)
     replace(cluster, nodes=nodes).save(tmp_path / "cluster.json")
-    job = healing_job(tmp_path, fitted(tmp_path / "fitted"), cluster=str(tmp_path / "cluster.json"))
+    return healing_job(tmp_path, fitted(tmp_path / "fitted"), cluster=str(tmp_path / "cluster.json"))
+
+
+def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path) -> None:
+    job = on_two_devices(tmp_path, device_mode=DeviceMode.SHARDED)
     with pytest.raises(
         UserError, match=r"recipe\.heal: '.*' would divide stage 0 over its 2 devices, and healing needs"
     ):
         build_run(job)
+
+
+def test_no_node_gets_a_stage_that_it_would_have_to_divide(tmp_path: Path) -> None:
+    """Neither at first nor in a repair: what one device cannot hold, a node cannot."""
+    job = on_two_devices(tmp_path)
+    run_setup = build_run(job)
+    plan = run_setup.plan
+    assert {node.device_mode for node in plan.cluster.nodes} == {DeviceMode.REPLICAS}
+    run_setup.save_plans()
+    assert build_run(job, options=RunOptions(run_id="")).plan.cluster.fingerprint == plan.cluster.fingerprint
+    assert plan_of_earlier_run(run_setup.job, run_setup.spec) == plan, "a resumed run keeps it"
+    need = plan.workload.fixed_bytes(0, LAYERS[0])
+    small = tuple(replace(node, memory_bytes=need // 2) for node in plan.cluster.nodes)
+    assert room_of(small[0], plan.workload, 0, LAYERS[0]).slots == 0
+    cluster = Cluster.load(tmp_path / "cluster.json")
+    made = replace(plan, cluster=cluster, expected=None, lower_bound_ns=None)
+    made.save(tmp_path / "plan.json")
+    for planned in (
+        replace(job, cluster=JobConfig().cluster, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json"))),
+        replace(job, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json"))),
+    ):
+        assert build_run(planned).plan.cluster.fingerprint == plan.cluster.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -265,6 +338,8 @@ def test_a_stage_on_several_devices_is_refused_before_nodes_start(tmp_path: Path
         ({"lora": LoraConfig(rank=4)}, "lora: with recipe.heal other adapters are trained"),
         ({"recipe": replace(HEAL, early_exit=0.5)}, "recipe.early_exit: is for a model that is trained itself"),
         ({"recipe": replace(HEAL, residual="scaled")}, "recipe.residual: is for a model that is trained itself"),
+        ({"averaging": AveragingConfig(dtype="rank-64")}, "averaging.dtype: rank-64: adapters are of low rank already"),
+        ({"pipeline": PipelineConfig(split_backward=True)}, "pipeline.split_backward: with recipe.heal the only"),
         ({"validation": ValidationConfig(share=0.1)}, "validation: measures the whole model"),
         ({"survive": RecoveryConfig(lost_stage="neighbours")}, "survive.lost_stage: the adapters of a lost stage"),
     ],
@@ -282,8 +357,12 @@ def test_what_does_not_go_with_the_folder_is_said_in_one_line(tmp_path: Path) ->
     for changes, reason in (
         ({"recipe": replace(HEAL, bridges=3)}, rf"recipe\.bridges: 3 here, 2 in .*{BRIDGES_FILE}; leave it out"),
         ({"recipe": replace(HEAL, skip="0")}, r"recipe\.heal: would have no effect: no path leaves a stage out"),
-        ({"pipeline": PipelineConfig(stages=2)}, r'stages of 2,1,2 layers: set pipeline\.layers = "2,1,2"'),
-        ({"pipeline": PipelineConfig(layers="1,2,2")}, r'stages of 2,1,2 layers: set pipeline\.layers = "2,1,2"'),
+        ({"pipeline": PipelineConfig(stages=2)}, rf"pipeline\.stages: 2 here, 3 in .*{BRIDGES_FILE}; leave it out"),
+        (
+            {"pipeline": PipelineConfig(stages=2, layers="2,1,2")},
+            rf"pipeline\.stages: 2 here, 3 in .*{BRIDGES_FILE}; leave it out",
+        ),
+        ({"pipeline": PipelineConfig(layers="1,2,2")}, r"pipeline\.layers: 1,2,2 here, 2,1,2 in .*; leave it out"),
         ({"model": replace(job.model, config=str(deeper))}, r"model\.config: with recipe\.heal it is that of model"),
     ):
         with pytest.raises(UserError, match=reason):
@@ -291,8 +370,12 @@ def test_what_does_not_go_with_the_folder_is_said_in_one_line(tmp_path: Path) ->
     other = build_run(replace(job, recipe=SkipSchedule("1/3"), pipeline=replace(job.pipeline, layers="1,2,2")))
     other.plan.save(tmp_path / "plan.json")
     planned = replace(job, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json")))
-    with pytest.raises(UserError, match=r'stages of 2,1,2 layers: set pipeline\.layers = "2,1,2"'):
+    with pytest.raises(UserError, match=r"pipeline\.plan: .*plan\.json has stages of 1,2,2 layers, .* of 2,1,2: make"):
         build_run(planned)
+    said = replace(HEAL, adapters=REPEATS.adapters, repeats=REPEATS.repeats)
+    assert build_run(replace(job, recipe=said)).spec.repeats == REPEATS.repeats
+    with pytest.raises(UserError, match=r"recipe\.repeats: turns share .* those beside model\.weights: leave it out"):
+        replace(HEAL, repeats=REPEATS.repeats)
     (folder / BRIDGES_FILE).unlink()
     with pytest.raises(UserError, match=rf"there is no .*{BRIDGES_FILE}; 'skippipe heal .* --data TEXT --tokens 0 -o"):
         build_run(job)
@@ -312,3 +395,6 @@ def test_a_plan_of_a_file_may_be_followed(tmp_path: Path) -> None:
     planned: RunSetup = build_run(replace(job, pipeline=PipelineConfig(plan=str(tmp_path / "plan.json"))))
     assert planned.plan == made.plan == Plan.load(tmp_path / "plan.json")
     assert validate(planned.plan) == []
+    made.plan.edited(split_backward=True).save(tmp_path / "plan.json")
+    with pytest.raises(UserError, match=r"pipeline\.plan: .*plan\.json splits the backward pass, and with"):
+        build_run(planned.job)

@@ -67,8 +67,12 @@ def test_one_process_begins_with_them_too(tmp_path: Path) -> None:
 def test_a_model_comes_out_as_it_went_in_where_nothing_is_learned(tmp_path: Path) -> None:
     folder = folder_of("llama-tied", tmp_path / "model", shard="1GB")
     job = job_in(tmp_path, folder)
+    (folder / "generation_config.json").write_text('{"temperature": 0.6}')
     run_setup = build_run(replace(job, learning=replace(job.learning, rate=1e-30), iterations=1))
     trained(run_setup, "virtual")
+    settings = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert settings["temperature"] == 0.6
+    assert settings["eos_token_id"] == 0, "of the tokenizer"
     before, after = (AutoModelForCausalLM.from_pretrained(each) for each in (folder, tmp_path / "run" / "model"))
     theirs = dict(before.named_parameters())
     for name, each in after.named_parameters():

@@ -256,6 +256,34 @@ def test_the_model_of_another_run_is_not_taken_for_this_one(tmp_path: Path) -> N
         locate_checkpoint(tmp_path)
 
 
+def test_a_checkpoint_from_before_the_first_iteration_is_not_what_a_run_has_trained(
+    tmp_path: Path, skippipe: Command
+) -> None:
+    run, model = tmp_path / "run", tmp_path / "run" / "model"
+    begun = run / "checkpoints" / "000000"
+    for folder in (begun, model):
+        folder.mkdir(parents=True)
+    (run / "run.json").write_text('{"id": "a"}')
+    (begun / "manifest.json").write_text('{"run": "a"}')
+    assert locate_checkpoint(run) == begun, "the run has not ended"
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors.index.json").write_text('{"metadata": {"run": "a"}}')
+    assert locate_checkpoint(run) == model
+    assert locate_checkpoint(begun) == begun
+    refused = skippipe("export", run, tmp_path / "exported")
+    assert refused.code == 2
+    assert f"{begun}: is what the run began with, and there is no later checkpoint; what it has trained is in" in (
+        refused.err
+    )
+    (run / "run.json").write_text('{"id": "b"}')  # neither is of this run
+    with pytest.raises(UserError, match="is the model of another run"):
+        locate_checkpoint(run)
+    (run / "run.json").write_text('{"id": "a"}')
+    later = run / "checkpoints" / "000002"
+    begun.rename(later)
+    assert locate_checkpoint(run) == later
+
+
 # The whole command, in a process of its own
 
 JOB = """

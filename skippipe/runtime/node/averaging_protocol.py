@@ -115,8 +115,10 @@ class AveragingProtocol:
         """Whether the receiver of a transfer only passes it on."""
         return header.transfer in self.averagings[header.stage].schedule.forwarded
 
-    def take(self, header: GradientPiece, body: Any) -> bool:
+    def take(self, _sender: int, message: Message, _arrived_ns: int) -> bool:
         """A piece that is expected; whether it is the first time that it comes."""
+        header, body = message.header, message.body
+        assert isinstance(header, GradientPiece)
         if (header.stage, header.transfer) in self._received:
             return False
         self._received.add((header.stage, header.transfer))

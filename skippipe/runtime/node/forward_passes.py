@@ -262,7 +262,7 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
         """Does this hop come here, from there?"""
         return self._comes_here(sender, hop) and hop.microbatch < self._routes[hop.lane].microbatches
 
-    def take(self, message: Message) -> bool:
+    def take(self, _sender: int, message: Message, _arrived_ns: int) -> bool:
         """A hop that is expected; whether it is the first of its kind."""
         hop = message.header
         assert isinstance(hop, TeacherHop)

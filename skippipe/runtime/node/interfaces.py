@@ -42,6 +42,16 @@ class NodeEnv(Protocol):
         """What a hop has brought, on its way to one of the node's devices before its task begins."""
 
 
+class TensorReceiver(Protocol):
+    """The part of a node that tensors of one kind of message are for."""
+
+    def expects(self, sender: int, header: Any) -> bool:
+        """Does a message come here, from there?"""
+
+    def take(self, sender: int, message: Message, arrived_ns: int) -> bool:
+        """A message that is expected; whether it is the first of its kind."""
+
+
 class NodePhase(Enum):
     """How far a node is in an iteration; the value is for people."""
 

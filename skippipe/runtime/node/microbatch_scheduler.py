@@ -136,6 +136,7 @@ class MicrobatchScheduler:
         self.newest: dict[int, int] = {}
         """Lane → its last microbatch that has come by, or begun here."""
         self._sent: dict[tuple[int, int], tuple[int, Any]] = {}
+        teacher.begin(schedule.plan, self.routes, schedule.teacher_paths, (iteration, node.epoch))
         for lane, route in enumerate(self.routes):
             if route.path[0] == self._number:
                 self._start_microbatch(lane, 0, self._begun_ns)
@@ -201,6 +202,11 @@ class MicrobatchScheduler:
         which = task.lane, task.microbatch
         if which in self._running and self._running[which].task is task:  # not of an iteration that was given up
             del self._running[which]
+
+    @property
+    def is_done(self) -> bool:
+        """Is nothing left of all that was planned, the teacher's passes among it?"""
+        return self.left + self._teacher.left == 0
 
     @property
     def has_deferred(self) -> bool:
@@ -341,8 +347,10 @@ class MicrobatchScheduler:
             and not route.is_stale(step, hop.epoch)
         )
 
-    def take(self, sender: int, message: Message, hop: Hop, arrived_ns: int) -> bool:
+    def take(self, sender: int, message: Message, arrived_ns: int) -> bool:
         """A hop that is expected; whether it is the first of its kind."""
+        hop = message.header
+        assert isinstance(hop, Hop)
         lane, microbatch = hop.lane, hop.microbatch
         if (lane, microbatch, hop.step) in self._seen or microbatch < self.newest.get(lane, 0):
             return False

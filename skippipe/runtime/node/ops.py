@@ -272,6 +272,7 @@ Op = (
 )
 
 OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
+OPS_OF_TRANSFER = (ReadState, PlanTransfer, WriteState, CopyEnds, OpenBackup, StoreBackup)
 OPS_OF_ITERATION = (StageTask, TeacherForward, DropMicrobatch, *OPS_OF_AVERAGING)
 
 

@@ -46,35 +46,18 @@ from skippipe.runtime.messages import (
     TasksDone,
     Validate,
 )
+from skippipe.runtime.node import ops
 from skippipe.runtime.node.averaging_protocol import AveragingProtocol
 from skippipe.runtime.node.forward_passes import Evaluation, TeacherPasses
-from skippipe.runtime.node.interfaces import BETWEEN_ITERATIONS, IN_ITERATION, BaseNode, NodeEnv, NodePhase
-from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
-from skippipe.runtime.node.ops import (
-    OPS_OF_AVERAGING,
-    OPS_OF_ITERATION,
-    AdoptPiece,
-    CheckFinite,
-    ClearGradients,
-    ContributePiece,
-    CopyEnds,
-    DeviceLost,
-    EvaluateSamples,
-    GradNorm,
-    Op,
-    OpenBackup,
-    OpQueue,
-    OptimizerStep,
-    PlanTransfer,
-    ReadState,
-    ReadWeights,
-    SnapshotState,
-    StageTask,
-    StoreBackup,
-    TeacherForward,
-    WriteState,
-    op_name,
+from skippipe.runtime.node.interfaces import (
+    BETWEEN_ITERATIONS,
+    IN_ITERATION,
+    BaseNode,
+    NodeEnv,
+    NodePhase,
+    TensorReceiver,
 )
+from skippipe.runtime.node.microbatch_scheduler import MicrobatchScheduler, NodeSchedule
 from skippipe.runtime.node.state_transfer import StateTransfer
 from skippipe.runtime.routing import teacher_routes
 from skippipe.runtime.state_source import StateSource
@@ -108,7 +91,7 @@ class TrainingNode(BaseNode):
         self._next_plan: Plan | None = None
         self._next_begin: Begin | None = None
         self._next_changes: list[Reroute | Drain | Average] = []
-        self.ops = OpQueue(env.start)
+        self.ops = ops.OpQueue(env.start)
         self._transfer = StateTransfer(self, env, self.ops)
         self._evaluation = Evaluation(number, env, self.drop)
         self._teacher = TeacherPasses(number, env)
@@ -141,7 +124,7 @@ class TrainingNode(BaseNode):
             case Recover():
                 self._transfer.recover(control.origin, control.assignment)
             case Snapshot() if self.stage == 0:
-                self.ops.add(CopyEnds(control.iterations))
+                self.ops.add(ops.CopyEnds(control.iterations))
             case Backup() if self.stage != 0:
                 self._transfer.fetch_backup(control)
             case NewPlan():
@@ -149,11 +132,11 @@ class TrainingNode(BaseNode):
             case Commit() if self.phase is NodePhase.AVERAGED and control.iteration == self.iteration:
                 self.phase = NodePhase.STEPPING
                 self._commit, self._committed_ns = control, self._env.now_ns()
-                self.ops.add(OptimizerStep(control.rate, control.scale))
+                self.ops.add(ops.OptimizerStep(control.rate, control.scale))
                 if control.kept:
-                    self.ops.add(SnapshotState())
+                    self.ops.add(ops.SnapshotState())
             case Commit() if self.phase in BETWEEN_ITERATIONS and control.kept:  # no copy was requested before
-                self.ops.add(SnapshotState())
+                self.ops.add(ops.SnapshotState())
             case Commit() if self.phase is NodePhase.WAITING and control.last and control.iteration == self.iteration:
                 self._env.send_control(Stepped(self.iteration))  # to a coordinator that was restarted after the step
             case Reroute() | Drain() | Average():
@@ -166,7 +149,7 @@ class TrainingNode(BaseNode):
             case Validate() if self.phase in BETWEEN_ITERATIONS and control.iteration == self.iteration:
                 self._evaluation.begin(control)
             case GatherState():  # after the step, if one was committed
-                self.ops.add(ReadWeights(control.piece, control.kept, control.collection))
+                self.ops.add(ops.ReadWeights(control.piece, control.kept, control.collection))
             case Stop():
                 self.stopped = control
             case _:
@@ -225,43 +208,43 @@ class TrainingNode(BaseNode):
         elif not self._early.keep(sender, message, self._env.now_ns(), self._most_early):
             self.drop(sender, "too much ahead of its time")
 
-    def finished(self, op: Op, result: Any) -> None:
+    def finished(self, op: ops.Op, result: Any) -> None:
         """An operation that was started is done."""
         counts = self.ops.finished(op)
-        if isinstance(result, DeviceLost):
+        if isinstance(result, ops.DeviceLost):
             self._lose_device(result)
             return
-        if isinstance(op, CheckFinite) and not result:
+        if isinstance(op, ops.CheckFinite) and not result:
             self._scheduler.contributed.clear()
         if not counts:
-            if isinstance(op, StageTask):
+            if isinstance(op, ops.StageTask):
                 self._scheduler.discard_running(op)
             return
         match op:
-            case StageTask():
+            case ops.StageTask():
                 self._scheduler.finish(op, result)
                 self._average_if_done()
-            case EvaluateSamples():
+            case ops.EvaluateSamples():
                 self._evaluation.finished(op, result)
-            case TeacherForward():
+            case ops.TeacherForward():
                 receiver = self._teacher.finished(op, result)
                 if receiver is not None:
                     self._scheduler.sent_bytes[receiver] += getattr(result.payload, "nbytes", 0)
                     self._average_if_done()
-            case ContributePiece() | AdoptPiece():
-                self._averaging.finished(op, op.given if isinstance(op, AdoptPiece) else result)  # as it came
-            case GradNorm():
+            case ops.ContributePiece() | ops.AdoptPiece():
+                self._averaging.finished(op, op.given if isinstance(op, ops.AdoptPiece) else result)  # as it came
+            case ops.GradNorm():
                 self._report(result)
-            case CheckFinite():
+            case ops.CheckFinite():
                 self._acknowledge_drain()
-            case OptimizerStep():
+            case ops.OptimizerStep():
                 self._stepped()
-            case ReadWeights():
+            case ops.ReadWeights():
                 numbers = self.stage, op.piece, op.collection
                 header = CheckpointPiece(*numbers) if op.kept else WeightsPiece(*numbers)
                 self._env.send(COORDINATOR, Message(header, result))
-            case ReadState() | PlanTransfer() | WriteState() | CopyEnds() | OpenBackup() | StoreBackup():
-                if isinstance(op, ReadState) and op.backup:
+            case _ if isinstance(op, ops.OPS_OF_TRANSFER):
+                if isinstance(op, ops.ReadState) and op.backup:
                     self._scheduler.sent_bytes[op.to] += getattr(result.payload, "nbytes", 0)
                 self._transfer.finished(op, result)
 
@@ -271,7 +254,7 @@ class TrainingNode(BaseNode):
         if self.stopped or self.ops.start_next():
             return
         if self.ops.running:
-            if all(isinstance(each, StageTask) for each in self.ops.running) and not self._start_teaching():
+            if all(isinstance(each, ops.StageTask) for each in self.ops.running) and not self._start_teaching():
                 self._start_tasks()
             return
         if self.phase is NodePhase.WAITING and (samples := self._evaluation.next()) is not None:
@@ -303,11 +286,9 @@ class TrainingNode(BaseNode):
     def doing(self) -> str:
         """The operation that runs, or what the node waits for, in words for people."""
         op = self.ops.running[0] if self.ops.running else None
-        if isinstance(op, StageTask):
+        if isinstance(op, ops.StageTask):
             return f"step {op.step} of microbatch {op.microbatch} on lane {op.lane}, iteration {op.iteration + 1}"
-        if op is not None:
-            return f"{op_name(op)}, iteration {self.iteration + 1}"
-        return f"{self.phase.value}, iteration {self.iteration + 1}"
+        return f"{self.phase.value if op is None else ops.op_name(op)}, iteration {self.iteration + 1}"
 
     @property
     def averagings(self) -> Sequence[Averaging]:
@@ -332,22 +313,20 @@ class TrainingNode(BaseNode):
 
     def _clear(self, *, recorded: bool) -> None:
         """Forget all of the iteration before."""
-        self._scheduler = scheduler = MicrobatchScheduler(
+        self._scheduler = MicrobatchScheduler(
             self._schedule, self.iteration, self, self._env, self.ops, self._teacher, recorded=recorded
         )
-        version = self.iteration, self.epoch
-        self._teacher.begin(self.plan, scheduler.routes, self._schedule.teacher_paths, version)
         self._visits = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
         self._averaging = self._new_attempt()
         self._as_planned = True
-        self._transfer.requesters.clear()
         self._check_finite = False
+        self._transfer.requesters.clear()
 
     def _restart(self, begin: Begin) -> None:
-        self.ops.cancel(*OPS_OF_ITERATION)
+        self.ops.cancel(*ops.OPS_OF_ITERATION)
         if self.phase is not NodePhase.WAITING or self.ops.cancelled:
-            self.ops.add(ClearGradients())
+            self.ops.add(ops.ClearGradients())
         self.epoch = self._begun_epoch = begin.epoch
         self._begin(begin.iteration, recorded=begin.recorded)
 
@@ -405,21 +384,13 @@ class TrainingNode(BaseNode):
             self.drop(sender, "from a node that was declared lost")
         elif message.body is None:
             self.drop(sender, f"{label} without a tensor")
-        elif isinstance(header, GradientPiece) and header.epoch != self.epoch:
-            self.drop(sender, "a piece of an averaging that was given up")
-        elif isinstance(header, TeacherHop) and header.epoch != self.epoch:
-            self.drop(sender, "a pass of the teacher that begins again")
-        elif not self._expects(sender, header):
+        elif not isinstance(header, Hop) and header.epoch != self.epoch:
+            self.drop(sender, f"{label} of an attempt that was given up")
+        elif not self._receiver(header).expects(sender, header):
             self.drop(sender, f"{label} that does not come here from there")
         elif not self._fits(message):
             self.drop(sender, f"{label} of another shape or type")
-        elif isinstance(header, Hop):
-            if not self._scheduler.take(sender, message, header, arrived_ns):
-                self.drop(sender, f"{label} that has been taken before")
-        elif isinstance(header, TeacherHop):
-            if not self._teacher.take(message):
-                self.drop(sender, f"{label} that has been taken before")
-        elif not self._averaging.take(header, message.body):
+        elif not self._receiver(header).take(sender, message, arrived_ns):
             self.drop(sender, f"{label} that has been taken before")
 
     def _fits(self, message: Message) -> bool:
@@ -427,12 +398,10 @@ class TrainingNode(BaseNode):
         relayed = isinstance(message.header, GradientPiece) and self._averaging.is_relay(message.header)
         return relayed or self._env.fits(message, self._averaging.schedule)
 
-    def _expects(self, sender: int, header: Hop | GradientPiece | TeacherHop) -> bool:
+    def _receiver(self, header: Hop | GradientPiece | TeacherHop) -> TensorReceiver:
         if isinstance(header, Hop):
-            return self._scheduler.expects(sender, header)
-        if isinstance(header, TeacherHop):
-            return self._teacher.expects(sender, header)
-        return self._averaging.expects(sender, header)
+            return self._scheduler
+        return self._teacher if isinstance(header, TeacherHop) else self._averaging
 
     # When nodes are lost
 
@@ -464,19 +433,19 @@ class TrainingNode(BaseNode):
         self._teacher.reroute([lane for lane, *_ in change.lanes], paths or {}, (self.iteration, self.epoch))
         self._take_early()
 
-    def _lose_device(self, lost: DeviceLost) -> None:
+    def _lose_device(self, lost: ops.DeviceLost) -> None:
         """Go on with the others: all of the iteration is done again, because what that one has added up is gone."""
         known, epoch = lost.device not in self.devices, None
         self.devices.discard(lost.device)
         if self.phase in IN_ITERATION:
-            self.ops.cancel(*OPS_OF_ITERATION)
+            self.ops.cancel(*ops.OPS_OF_ITERATION)
             self.phase, epoch = NodePhase.RESTARTING, self.epoch
         if not known or epoch is not None:
             self._env.send_control(Devices(len(self.devices), lost.reason, epoch))
 
     def _stop_averaging(self) -> None:
         """Discard what averaging has done so far; this node's own sum is not touched."""
-        self.ops.cancel(*OPS_OF_AVERAGING)
+        self.ops.cancel(*ops.OPS_OF_AVERAGING)
         self._averaging = self._new_attempt()
 
     def _new_attempt(self) -> AveragingProtocol:
@@ -491,7 +460,7 @@ class TrainingNode(BaseNode):
         self.phase = NodePhase.DRAINED
         self._scheduler.release_all()
         if self._check_finite:
-            self.ops.add(CheckFinite())
+            self.ops.add(ops.CheckFinite())
         else:
             self._acknowledge_drain()
         self.ops.start_next()
@@ -502,8 +471,7 @@ class TrainingNode(BaseNode):
     # Averaging
 
     def _average_if_done(self) -> None:
-        left = self._scheduler.left + self._teacher.left
-        if left == 0 and self._as_planned and self.phase is NodePhase.RUNNING:
+        if self._scheduler.is_done and self._as_planned and self.phase is NodePhase.RUNNING:
             self._average()
 
     def _average(self) -> None:
