@@ -1,10 +1,11 @@
 """Does a run take the time that the simulator promised? 20 emulated nodes, all four strategies.
 
-    python -m benchmarks.promised [--iterations 12] [--time 0.1] [--cluster published20]
+    python -m benchmarks.promised [--iterations 12] [--time 0.1] [--cluster published20] [--teacher hidden]
 
 Every node is a process on this machine that trains its stage of a tiny LLaMA; links are as slow as the cluster file
 makes them and no task ends before its planned time, all scaled by `--time`. What is compared is the median time of an
-iteration, the first left out, with the plan's promise under full timing.
+iteration, the first left out, with the plan's promise under full timing. `--teacher`: a third of the stages is skipped
+all along, and the whole model teaches, by its logits, or by its hidden states as well.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from statistics import median
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.local import Reports
+from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.build_run import build_run
 from skippipe.training.job_config import BatchConfig, DataConfig, EmulationConfig, JobConfig, PipelineConfig, Strategies
+from skippipe.workload import TEACHERS
 
 STRATEGIES: tuple[Strategies, ...] = ("dtfm", "dtfm-skip", "no-tc2", "skippipe")
 
@@ -34,7 +37,9 @@ def main() -> None:
     parser.add_argument("--cluster", default="published20")
     parser.add_argument("--split-backward", action="store_true")
     parser.add_argument("--strategies", default=",".join(STRATEGIES))
+    parser.add_argument("--teacher", choices=TEACHERS, default="")
     asked = parser.parse_args()
+    taught = SkipSchedule("1/3", distill=0.9, distill_hidden=1.0 if asked.teacher == "hidden" else 0.0)
     torch.set_num_threads(1)
     job = JobConfig(
         cluster=asked.cluster,
@@ -42,6 +47,7 @@ def main() -> None:
         data=DataConfig(vocabulary=512),
         batch=BatchConfig(sequence=64, samples=2),
         emulation=EmulationConfig(enabled=True, time=asked.time),
+        recipe=taught if asked.teacher else SkipSchedule(),
     )
     print(f"{'strategy':<10} {'promised':>9} {'measured':>9} {'ratio':>6}   spread")
     results = {}

@@ -24,6 +24,7 @@ Json: TypeAlias = dict[str, Any]
 LEARNING: Json = {"rate": 0.0003, "warmup": 20, "iterations": 0, "hold": 0.6, "floor": 0.1}
 LEARNING |= {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 RECIPE: Json = {"skip": "", "residual": "plain", "gradients": "visitors", "early_exit": 0.0, "bridges": 0}
+RECIPE |= {"distill": 0.0, "distill_hidden": 0.0}
 USUAL_SKIP = "1/3 until 65%, 0"  # of a job that says nothing about paths
 
 BLOCK = 128  # values that share a scale in an int8 hop
@@ -297,6 +298,15 @@ class Trainer:
         usual = [self.workload["wire_dtype"]] * 2
         return self.wire.get((i, j), usual)[0], self.wire.get((j, i), usual)[1]
 
+    @torch.no_grad()
+    def _taught(self, inputs: Tensor) -> list[Tensor]:
+        """Return what the whole model makes of inputs after each stage, over links with the usual codec."""
+        x, found = self.model.model.embed_tokens(inputs), []
+        for stage in range(len(self.layers)):
+            x = hop(self._stage(stage, x).float(), *[self.workload["wire_dtype"]] * 2)
+            found.append(x)
+        return found
+
     def microbatch(self, visits: list[int], path: list[str], inputs: Tensor, labels: Tensor) -> float:
         """Send one microbatch forward and backward, add to the gradients, and return its loss."""
         wires = [self._dtypes(i, j) for i, j in zip(path, path[1:] + path[:1], strict=True)]
@@ -306,15 +316,25 @@ class Trainer:
             h = self._stage(0, self.model.model.embed_tokens(inputs)).float()
             following = [*visits[1:], len(self.layers)]
             x = hop(self._bridged(h, 0, following[0]), *wires[0])
+            taught = self._taught(inputs) if self.recipe["distill"] and len(visits) < len(self.layers) else []
+            came = [x]
             for stage, q, wire in zip(visits[1:], following[1:], wires[1:], strict=True):
                 x = x.to(self.dtype)
                 y = self._stage(stage, x)
                 z = torch.lerp(x, y, c) if scaled else y
                 x = hop(self._bridged(z, stage, q).float(), *wire)
+                came.append(x)
             loss = self._loss(x, labels)
             total = sum(self.balance, start=loss)
             if self.recipe["early_exit"] > 0:
                 total = total + self.recipe["early_exit"] * self._loss(h, labels)
+            if taught:
+                logits, wanted = (self.model.lm_head(self.model.model.norm(each)) for each in (x, taught[-1]))
+                of_teacher = -(wanted.detach().softmax(-1) * logits.log_softmax(-1)).sum(-1).mean()
+                total = total + self.recipe["distill"] * (of_teacher - loss)
+            for mine, s in zip(came, following if taught else [], strict=False):
+                units = [nn.functional.rms_norm(each, each.shape[-1:], eps=1e-6) for each in (mine, taught[s - 1])]
+                total = total + self.recipe["distill_hidden"] * (units[0] - units[1]).square().mean()
         torch.autograd.backward(total)
         return float(loss.detach())
 

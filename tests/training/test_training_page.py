@@ -166,6 +166,12 @@ SETTINGS = {
             "learning": {**LEARNING, "weight_decay": 1.0},
         },
     ),
+    "taught by the whole model": Setting(
+        tiny("llama"),
+        (UNEQUAL,),
+        {"recipe": {"distill": 0.6, "distill_hidden": 1.5, **RICH}, "learning": {**LEARNING, "epsilon": 1e-3}},
+        {"teacher": "hidden", "wire_dtype": "int8"},
+    ),
     "mixture": Setting(tiny("qwen3_moe"), (UNEQUAL,), {"recipe": {"residual": "scaled"}}),
 }
 

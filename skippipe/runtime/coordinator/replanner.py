@@ -325,7 +325,8 @@ class Replanner:
 
 def _links(plan: Plan) -> frozenset[frozenset[int]]:
     """Pairs of nodes that send each other something."""
-    hops = {frozenset(pair) for lane in plan.lanes for pair in constraints.circle(lane.path)}
+    paths = [*(lane.path for lane in plan.lanes), *(planned_teacher_paths(plan) or {}).values()]
+    hops = {frozenset(pair) for path in paths for pair in constraints.circle(path)}
     return frozenset(hops | {frozenset(pair) for stage in plan.stages for pair in stage.averaging.links})
 
 

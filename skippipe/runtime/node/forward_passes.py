@@ -268,12 +268,11 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
         assert isinstance(hop, TeacherHop)
         if not self._is_new(hop):
             return False
-        given = self._env.prefetch(message.body, 0)
         is_back = hop.step == len(self._paths[hop.lane])
         if is_back or (self._by_hidden_states and self._number in self._routes[hop.lane].path):
-            self._lessons[hop.lane, hop.microbatch] = given
+            self._lessons[hop.lane, hop.microbatch] = message.body  # not on its way to the device, as it may wait long
         if not is_back:
-            self._add(hop.lane, hop.microbatch, hop.step, given)
+            self._add(hop.lane, hop.microbatch, hop.step, self._env.prefetch(message.body, 0))
         return True
 
     def finished(self, task: TeacherForward, result: OpResult) -> int | None:
