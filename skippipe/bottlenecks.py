@@ -173,7 +173,7 @@ class SlowestLane:
 def slowest_lane(plan: Plan, timeline: Timeline) -> SlowestLane:
     back_ns = _back_ns(plan, timeline)
     number = back_ns.index(max(back_ns))
-    alone = replace(plan, lanes=(plan.lanes[number],))
+    alone = replace(plan, lanes=(plan.lanes[number],), workload=replace(plan.workload, teacher=""))
     return SlowestLane(number, back_ns[number], max(_back_ns(alone, simulate(alone, timeline.timing))))
 
 

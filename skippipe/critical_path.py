@@ -76,7 +76,10 @@ class PathSegment:
 
 
 def critical_path(plan: Plan, timeline: Timeline) -> list[PathSegment]:
-    """The path from 0 to the end of the iteration without a gap; `timeline` is what `simulate` gives for the plan."""
+    """The path from 0 to the end of the iteration without a gap; `timeline` is what `simulate` gives for the plan.
+
+    The plan has no teacher: a timeline has no rows for its passes."""
+    assert not plan.workload.teacher, "tasks that wait for passes of the teacher wait for nothing that is known here"
     return _Walk(plan, timeline).segments()
 
 

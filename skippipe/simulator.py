@@ -257,6 +257,10 @@ def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
         * (placement_costs.alone_ns(lane.path) + int(placement_costs.weight_ns[list(lane.path)].sum()))
         for lane in plan.lanes
     )
+    for number, path in _teacher(plan).items():
+        hops = sum(int(plan.costs.hop_ns[hop]) for hop in circle(path))
+        steps = sum(int(placement_costs.forward_ns[node]) for node in path)
+        one_after_another_ns += plan.lanes[number].microbatches * (hops + steps)
     if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 4), np.int64)

@@ -23,6 +23,7 @@ from skippipe.planner.codec_prices import ROUNDING, CodecBudget, Message, Price,
 from skippipe.simulator import LAST_NS, Deadlock, PlacementCosts, lane_arrays, simulate
 from skippipe.skip_schedule import PathLength
 from skippipe.timeline import Timing
+from skippipe.whole_paths import planned_teacher_paths
 from skippipe.workload import LinkDtypes
 
 ROUNDS = 3  # of codecs and ways to average: each for what the other has chosen
@@ -134,7 +135,7 @@ class _Choice:
         }
         self.items = [self._item(each, part, each[0]) for each, part in message_shares(plan).items()]
         self.items += [self._item(each, part, 2) for each, part in stage_shares(plan).items()]
-        self.lanes = lane_arrays(plan)
+        self.lanes, self.teacher = lane_arrays(plan), planned_teacher_paths(plan)
         self.nodes, self.through = np.unique([node for lane in plan.lanes for node in lane.path], return_counts=True)
         for item in self.items:
             self._set(item, 0)
@@ -202,7 +203,7 @@ class _Choice:
         if (costs.slots[self.nodes] < self.through).any():
             return NEVER_NS
         try:
-            return costs.run_iteration(*self.lanes).iteration_ns
+            return costs.run_iteration(*self.lanes, teacher=self.teacher).iteration_ns
         except Deadlock:
             return NEVER_NS
 

@@ -76,6 +76,7 @@ class ReferenceTrainer:
     def iteration(self, number: int) -> ReferenceState:
         visited = self.recipe.visited(number, self.iterations, len(self.stages), self.plan.visited)
         plan = {self.plan.visited: self.plan, **self.plans}[visited]
+        self._passes = planned_teacher_paths(plan) or {}
         losses = [
             self._forward_backward(plan, number, lane, microbatch)
             for lane, each in enumerate(plan.lanes)
@@ -139,9 +140,8 @@ class ReferenceTrainer:
     def _lessons(self, plan: Plan, lane: int, tokens: Tensor, starts: Tensor | None) -> dict[int, Lesson]:
         """What the whole model makes of a microbatch: stage → what comes to it, with the head as the last one; empty:
         its lane has no teacher."""
-        path = (planned_teacher_paths(plan) or {}).get(lane, ())
         found, hidden = {}, tokens
-        for stage, (node, after) in enumerate(circle(path)):
+        for stage, (node, after) in enumerate(circle(self._passes.get(lane, ()))):
             hidden = rounded(self.stages[stage].evaluate(hidden, starts), plan.hop_dtype(node, after, backward=False))
             found[stage + 1] = Lesson(hidden, self.recipe.distill, self.recipe.distill_hidden)
         return found

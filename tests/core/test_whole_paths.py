@@ -72,6 +72,17 @@ def test_without_a_way_there_is_no_path_and_no_promise() -> None:
         simulate(taught(cut), Timing.FULL)
 
 
+def test_passes_that_take_centuries_are_refused() -> None:
+    plan = taught(thin(False))
+    slow = plan.cluster.bandwidth_bytes_per_s.copy()
+    slow[4, :2] = slow[5, :2] = 1e-9  # back from the last stage, which no lane of this plan takes
+    lanes = tuple(replace(lane, microbatches=20_000) for lane in plan.lanes if lane.path[-1] in (2, 3))
+    others = tuple(replace(lane, path=(lane.path[0], 4, 2), microbatches=1) for lane in plan.lanes[:1])
+    far = plan.edited(lanes=lanes + others, cluster=replace(plan.cluster, bandwidth_bytes_per_s=slow))
+    with pytest.raises(UserError, match="may take over a century"):
+        simulate(far, Timing.FULL)
+
+
 def test_a_teacher_takes_time_and_bytes() -> None:
     plan = thin(False)
     without, found = simulate(plan, Timing.FULL), simulate(taught(plan), Timing.FULL)

@@ -53,6 +53,7 @@ from tests.helpers.bottlenecks import (
     with_speed,
 )
 from tests.helpers.doc_pages import ROOT, documented
+from tests.helpers.fault_scenarios import thin
 from tests.helpers.plans import TINY, plans, simulated, uniform_cluster
 from tests.helpers.processes import Command
 from tests.helpers.quick import others_slow
@@ -420,3 +421,13 @@ def test_why_refuses_what_is_no_plan_and_warns_of_a_false_promise(skippipe: Comm
     said = skippipe("why", file, "--changes", "0")
     assert said.code == 0
     assert "promises another timeline than it has" in said.err
+
+
+def test_why_leaves_the_teachers_passes_out(skippipe: Command, tmp_path: Path) -> None:
+    plan = thin(False)
+    taught = plan.edited(workload=replace(plan.workload, teacher="logits"))
+    taught = taught.promising(simulate(taught, Timing.FULL))
+    taught.save(tmp_path / "plan.json")
+    done = skippipe("why", tmp_path / "plan.json", "--no-replanning", "--changes", "2", "--json")
+    assert done.err.splitlines()[0].startswith("note: without the teacher's passes; with them an iteration takes 0.")
+    assert done.json["iteration_s"] == simulate(plan, Timing.FULL).iteration_s < taught.promise.iteration_s

@@ -96,7 +96,9 @@ def play_with(faults: Sequence[Fault], plan: Plan, **others: Any) -> tuple[Playe
 
 def test_without_faults_every_step_is_taken_once() -> None:
     plan = taught(thin(False))
-    _, watched = play_with([], plan)
+    played, watched = play_with([], plan)
+    for node in played.cluster.nodes.values():
+        assert all(len(kept) == 1 for kept in node._teacher._sent.values()), "no more can be on their way"
     count = sum(plan.lanes[lane].microbatches for lane in planned_teacher_paths(plan) or {})
     assert set(watched.steps.values()) == {1} and len(watched.steps) == 4 * count * len(plan.stages)
 

@@ -52,7 +52,7 @@ class _ForwardPasses(Generic[Step]):
         """Steps, and when they became ready."""
         self._seen: set[tuple[int, int, int]] = set()
         self._sent: dict[tuple[int, int], deque[Message]] = {}
-        """Lane and receiver → the last messages: as many as can be on their way."""
+        """Lane and receiver → the last messages."""
 
     @property
     def peers(self) -> set[int]:
@@ -88,12 +88,12 @@ class _ForwardPasses(Generic[Step]):
         self._seen.add(which)
         return True
 
-    def _send_on(self, header: ValidationHop | TeacherHop, payload: Any) -> int:
-        """Send to the next node of a path; gives that node."""
+    def _send_on(self, header: ValidationHop | TeacherHop, payload: Any, most: int) -> int:
+        """Send to the next node of a path; gives that node. `most`: messages of a lane that can be on their way."""
         path = self._paths[header.lane]
         receiver = path[header.step % len(path)]
         message = Message(header, payload, self._env.now_ns())
-        self._sent.setdefault((header.lane, receiver), deque(maxlen=len(path) + 1)).append(message)
+        self._sent.setdefault((header.lane, receiver), deque(maxlen=most)).append(message)
         self._env.send(receiver, message)
         return receiver
 
@@ -164,9 +164,8 @@ class Evaluation(_ForwardPasses[EvaluateSamples]):
             self._env.send_control(Validated(order.iteration, order.epoch, task.microbatch, loss, result.tokens))
             self._start_next(task.lane)
             return
-        self._send_on(
-            ValidationHop(order.iteration, task.lane, task.microbatch, task.step + 1, order.epoch), result.payload
-        )
+        hop = ValidationHop(order.iteration, task.lane, task.microbatch, task.step + 1, order.epoch)
+        self._send_on(hop, result.payload, len(self._paths[task.lane]) + 1)
 
     def _start_next(self, lane: int) -> None:
         microbatch = next(self._waiting[lane], None)
@@ -281,7 +280,8 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
             return None
         self.left -= 1
         iteration, epoch = self._version
-        return self._send_on(TeacherHop(iteration, task.lane, task.microbatch, task.step + 1, epoch), result.payload)
+        hop = TeacherHop(iteration, task.lane, task.microbatch, task.step + 1, epoch)
+        return self._send_on(hop, result.payload, 1)  # a lane's next pass begins when the one before it is back
 
     def _add(self, lane: int, microbatch: int, step: int, given: Any = None) -> None:
         assert self._plan is not None
