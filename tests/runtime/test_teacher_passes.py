@@ -44,7 +44,7 @@ def lanes_from_stage_0(plan: Plan) -> tuple[Lane, ...]:
     return tuple(found)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(plans(), st.sampled_from(list(Dispatch)), st.booleans(), st.sampled_from(KINDS), st.integers(0, 2**32 - 1))
 def test_an_iteration_takes_what_the_simulator_promises(
     plan: Plan, dispatch: Dispatch, split: bool, teacher: str, seed: int
