@@ -41,12 +41,10 @@ docs: $(READY)  # a link that leads nowhere, or a page that is not in the naviga
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 kernels: $(CORE)  # compiled once and kept: or timed tests would wait, and several processes compile the same
-	$(BIN)/python -c 'from skippipe.planner.repair.repair import compile_repair; from skippipe.planner.strategies import compile_search; \
-		compile_repair(); compile_search()'
+	$(BIN)/python -m tests.compile_kernels
 
 codec-kernels: $(READY)
-	$(BIN)/python -c 'import torch; from skippipe.codecs import CODECS, decode, encode; \
-		[decode(encode(torch.ones(2**12, dtype=each), codec)) for codec in CODECS for each in (torch.float32, torch.bfloat16)]'
+	$(BIN)/python -m tests.compile_kernels codecs
 
 bytecode: $(READY)  # of tests and all they import: or every worker would compile it for itself at the same time
 	$(BIN)/pytest --collect-only -qq > /dev/null

@@ -46,7 +46,7 @@ def speeds(plan: Plan, timing: Timing, split: bool) -> tuple[float, float]:
     links = costs.worker_slots, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns, costs.download_ns
     out = NO_SLACK, np.empty(len(plan.cluster), np.int64), *free_links(len(plan.cluster)), NO_RECORD
     plain = event_loop.run_iteration.py_func  # type: ignore[attr-defined]
-    rest = timing is Timing.FULL, costs.order, split, *out
+    rest = timing is Timing.FULL, costs.order, split, *out, None
     return compiled, per_second(lambda: plain(*lanes, *tasks, *links, *rest))
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from skippipe.jit import Ints, kernel
+from skippipe.jit import Ints, inner_kernel, kernel
 
 
 class Dispatch(StrEnum):
@@ -116,7 +116,7 @@ def may_start(step: int, length: int, held: int, slots: int) -> bool:
     return step >= length or held < slots
 
 
-@kernel
+@inner_kernel
 def emptiest_worker(first: int, after: int, free_ns: Ints, held: Ints, now_ns: int) -> int:
     """Of workers `first` to before `after`, the free one that holds the fewest microbatches; −1: none is free."""
     found = -1

@@ -35,7 +35,7 @@ from skippipe.dispatch import (
     urgency,
     weights_after,
 )
-from skippipe.jit import Ints, kernel
+from skippipe.jit import Ints, inner_kernel, kernel
 
 
 @kernel
@@ -62,7 +62,7 @@ def run_iteration(
     upload_free_ns: Ints,  # out: [node], as is the next
     download_free_ns: Ints,
     record: Ints,  # out: [task, (ready, start, end, worker of the node)]; no rows: do not record
-    teaches: Ints | None = None,  # [lane]: the lane that passes of the teacher are for; −1: it is a lane like any other
+    teaches: Ints | None,  # [lane]: the lane that passes of the teacher are for; −1: it is a lane like any other
 ) -> tuple[int, int]:
     """The end of the last task, and how many microbatches did not come back; if any, a deadlock or a lane too late.
 
@@ -371,7 +371,7 @@ def run_iteration(
     return last_ns, left
 
 
-@kernel
+@inner_kernel
 def push(keys: Ints, values: Ints, size: int, key: int, value: int) -> int:
     """The new size."""
     child = size
@@ -387,7 +387,7 @@ def push(keys: Ints, values: Ints, size: int, key: int, value: int) -> int:
     return size + 1
 
 
-@kernel
+@inner_kernel
 def drop_first(keys: Ints, values: Ints, size: int) -> int:
     """The new size."""
     size -= 1

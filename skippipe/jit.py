@@ -37,21 +37,49 @@ COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one
 
 def kernel(function: Function) -> Function:
     """Compile at the first call and keep the machine code on disk for the next process."""
+    return _compiled(function, for_python=True)
+
+
+def inner_kernel(function: Function) -> Function:
+    """A kernel that kernels call, and Python hardly ever: then it is run as it is written.
+
+    What takes arguments from Python takes numba longer to compile than most functions do: for the tables of the search,
+    which are two dozen arrays, six times as long.
+    """
+    return _compiled(function, for_python=False)
+
+
+def _compiled(function: Function, *, for_python: bool) -> Function:
     if os.environ.get("SKIPPIPE_PURE_PYTHON"):
         return function
     try:
         import numba
     except ImportError:
         return function
+    compiler = numba.njit(**OPTIONS) if for_python else _inner_dispatcher
     settings: Any = numba.config
     before = settings.CACHE_DIR
     settings.CACHE_DIR = str(_cache_folder())
+    dispatcher = compiler(function)
     try:
-        return cast(Function, numba.njit(cache=True, **OPTIONS)(function))
+        dispatcher.enable_caching()
     except (RuntimeError, OSError):  # nowhere to write: compile anew in every process
-        return cast(Function, numba.njit(**OPTIONS)(function))
+        pass
     finally:
         settings.CACHE_DIR = before
+    return cast(Function, dispatcher)
+
+
+def _inner_dispatcher(function: Function) -> Any:
+    """What `numba.njit` makes, but without an entry for Python, which would jump to address 0."""
+    from numba.core.registry import CPUDispatcher
+
+    class InnerKernel(CPUDispatcher):
+        def __call__(self, *given: Any) -> Any:
+            return self.py_func(*given)
+
+    options = {"nopython": True, "no_cpython_wrapper": True, **OPTIONS}
+    return InnerKernel(function, targetoptions=options)
 
 
 def cores() -> int:

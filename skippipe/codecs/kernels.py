@@ -37,7 +37,7 @@ from skippipe.codecs.vectors import (
     store,
     vector_of,
 )
-from skippipe.jit import kernel
+from skippipe.jit import inner_kernel, kernel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -283,7 +283,7 @@ _to_e4m3, _to_e5m2 = _to_fp8(3), _to_fp8(2)
 # Codecs of rotated tiles
 
 
-@kernel
+@inner_kernel
 def _bf16_scale(scale: Any) -> Any:
     """As the bits of a bf16: NaN for what is not finite, and 0 where fp32 runs out of digits."""
     bits = np.float32(scale).view(np.uint32)
@@ -295,12 +295,12 @@ def _bf16_scale(scale: Any) -> Any:
     return np.uint16(bits) if bits >= np.uint32(0x80) else np.uint16(0)
 
 
-@kernel
+@inner_kernel
 def _fp32(bits: Any) -> Any:
     return np.uint32(bits << np.uint32(16)).view(np.float32)
 
 
-@kernel
+@inner_kernel
 def _mixed(number: Any) -> Any:
     number = np.uint32((number ^ (number >> np.uint32(16))) * np.uint32(0x21F0AAAD))
     number = np.uint32((number ^ (number >> np.uint32(15))) * np.uint32(0x735A2D97))

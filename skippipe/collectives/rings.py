@@ -11,7 +11,7 @@ import numpy as np
 
 from skippipe.collectives.schedule import Averaging
 from skippipe.collectives.transfers import LinkCosts, transmit_ns
-from skippipe.jit import Ints, kernel
+from skippipe.jit import Ints, inner_kernel, kernel
 
 EXACT_UP_TO = 8  # nodes: 7! rings are tried one by one
 TURNS = 1_000  # tried on a larger ring
@@ -89,7 +89,7 @@ def _orders(members: int) -> Ints:
     return np.array([(0, *rest) for rest in permutations(range(1, members))], dtype=np.int64)
 
 
-@kernel
+@inner_kernel
 def _order_ns(order: Ints, transmit_ns: Ints, flight_ns: Ints) -> int:
     members = len(order)
     transmit = np.empty(members, np.int64)

@@ -14,7 +14,7 @@ import numpy as np
 from skippipe.collectives.rings import ring_order
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.collectives.transfers import FreeLinks, LinkCosts, free_links, link_ns, takes_ns, transmit_ns
-from skippipe.jit import Floats, Ints, kernel
+from skippipe.jit import Floats, Ints, inner_kernel, kernel
 
 PIECE_BYTES = 2**23  # of an exchange, about: smaller pieces are forwarded sooner, and are more messages
 SMALLEST_PIECE_BYTES = 2**20  # where those would be few: more of them are divided more evenly over links and relays
@@ -152,7 +152,7 @@ def divide_exchange(
                     _forward(relay, here, came_ns, all_done_ns, links)
 
 
-@kernel
+@inner_kernel
 def _soonest(here: int, there: int, relays: Ints, all_done_ns: int, links: Links) -> tuple[int, int]:
     """When a piece is there and back at the soonest, and by way of which relay; −1: straight."""
     came_ns = _sent_ns(here, there, links)
@@ -172,7 +172,7 @@ def _soonest(here: int, there: int, relays: Ints, all_done_ns: int, links: Links
     return soonest_ns, by
 
 
-@kernel
+@inner_kernel
 def _sent_ns(here: int, there: int, links: Links) -> int:
     """When a node's own contribution arrives: it is ready when the node is done."""
     start_ns = links.link_free_ns[here, there]
@@ -183,7 +183,7 @@ def _sent_ns(here: int, there: int, links: Links) -> int:
     return int(start_ns + links.transmit_ns[here, there] + links.flight_ns[here, there])
 
 
-@kernel
+@inner_kernel
 def _forwarded_ns(here: int, there: int, ready_ns: int, all_done_ns: int, links: Links) -> int:
     """When what came from elsewhere and is ready here arrives there."""
     link = here, there
@@ -209,14 +209,14 @@ def _forwarded_ns(here: int, there: int, ready_ns: int, all_done_ns: int, links:
     return int(start_ns + links.transmit_ns[link] + links.flight_ns[link])
 
 
-@kernel
+@inner_kernel
 def _starts_ns(ready_ns: int, all_done_ns: int, free_ns: int, forwarded_ns: int, late_ns: int) -> int:
     if ready_ns >= all_done_ns:
         return max(ready_ns, max(all_done_ns, free_ns) + late_ns)
     return max(ready_ns, free_ns, forwarded_ns)
 
 
-@kernel
+@inner_kernel
 def _send(here: int, there: int, links: Links) -> int:
     """`_sent_ns`, and from now on the link is busy with it."""
     arrives_ns = _sent_ns(here, there, links)
@@ -226,7 +226,7 @@ def _send(here: int, there: int, links: Links) -> int:
     return arrives_ns
 
 
-@kernel
+@inner_kernel
 def _forward(here: int, there: int, ready_ns: int, all_done_ns: int, links: Links) -> int:
     """`_forwarded_ns`, and from now on the link is busy with it."""
     arrives_ns = _forwarded_ns(here, there, ready_ns, all_done_ns, links)

@@ -12,7 +12,7 @@ import numpy as np
 
 from skippipe.constraints import MAX_SWAPS, cc2_step
 from skippipe.event_loop import drop_first, push
-from skippipe.jit import Flags, Ints, kernel
+from skippipe.jit import Flags, Ints, inner_kernel, kernel
 
 INFINITE_NS = 2**62
 LABEL_LIMIT_REACHED = -1
@@ -21,7 +21,7 @@ NEVER_BUSY = np.empty((0, 3), np.int64)
 MAX_LABELS = 20_000  # partial paths that one search may look at
 
 
-@kernel
+@inner_kernel
 def _follow(stage: int, mode: int, swaps: int, following: int, required: Flags) -> tuple[bool, int, int]:
     """Whether `following` may be visited next; if so, how, and with how many swaps used."""
     highest = stage + 1 if mode == LATE else stage
@@ -38,7 +38,7 @@ def _follow(stage: int, mode: int, swaps: int, following: int, required: Flags) 
     return True, gap, swaps
 
 
-@kernel
+@inner_kernel
 def _may_end(stage: int, mode: int, required: Flags) -> bool:
     highest = stage + 1 if mode == LATE else stage
     if mode == GAP and required[highest - 1]:
@@ -46,7 +46,7 @@ def _may_end(stage: int, mode: int, required: Flags) -> bool:
     return not required[highest + 1 :].any()
 
 
-@kernel
+@inner_kernel
 def _cost_to_go(
     data_node: int, visited: int, stage_of: Ints, allowed: Flags, required: Flags, task_ns: Ints, hop_ns: Ints
 ) -> Ints:
@@ -85,7 +85,7 @@ def _cost_to_go(
     return table
 
 
-@kernel
+@inner_kernel
 def _earliest_start(node: int, ready_ns: int, length_ns: int, busy: Ints) -> int:
     """The earliest start at which the task meets no forbidden interval of the node."""
     start = ready_ns
@@ -99,7 +99,7 @@ def _earliest_start(node: int, ready_ns: int, length_ns: int, busy: Ints) -> int
     return start
 
 
-@kernel
+@inner_kernel
 def _back_at(path: Ints, sent_ns: int, head_ns: int, backward_ns: Ints, hop_ns: Ints, busy: Ints) -> int:
     """When a microbatch is back whose last forward ended at `sent_ns`: head, then backward over the path."""
     home = path[0]

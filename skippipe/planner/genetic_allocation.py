@@ -16,7 +16,7 @@ from itertools import combinations
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from skippipe.jit import Floats, Ints, kernel
+from skippipe.jit import Floats, Ints, inner_kernel, kernel
 from skippipe.planner.problem import Budget, Placement, Problem
 from skippipe.timeline import Timing
 
@@ -213,7 +213,7 @@ def best_tour(weights: Floats, order: Ints) -> float:
     return float(length)
 
 
-@kernel
+@inner_kernel
 def _short_tour(weights: Floats, order: Ints) -> float:
     """Nearest neighbour, then pieces turned around for as long as that helps."""
     stops = len(weights)

@@ -145,19 +145,17 @@ def compile_kernels() -> None:
 
 @cache
 def compile_search() -> None:
-    """Compile the kernels of `best`, half of them in a process of its own."""
-    with compile_beside(f"from {__name__} import compile_first_plan; compile_first_plan()"):
+    """Compile the kernels of `best`, those of the objective in a process of their own."""
+    with compile_beside(f"from {__name__} import compile_objective; compile_objective()"):
         compile_moves(_small_problem())
-        _best(_small_problem(), PlanRequest(budget_s=math.inf, changes=1, placement=((0,), (1,), (2, 3))))
-    compile_first_plan()
+        _compile_averaging()
+        allocate(_small_problem(), Budget(1, math.inf, time.monotonic), seed=0)
+    _best(_small_problem(), PlanRequest(budget_s=math.inf, changes=1, placement=((0,), (1,), (2, 3))))
 
 
-@cache
-def compile_first_plan() -> None:
-    """Compile what `best` needs without the moves: simulation and objective, then the allocation."""
+def compile_objective() -> None:
+    """Compile what `best` needs without the moves: simulation and objective."""
     _best(_small_problem(), PlanRequest(budget_s=math.inf, changes=0, placement=((0,), (1,), (2, 3))))
-    _compile_averaging()
-    allocate(_small_problem(), Budget(1, math.inf, time.monotonic), seed=0)
 
 
 def _compile_averaging() -> None:

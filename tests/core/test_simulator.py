@@ -322,7 +322,7 @@ def test_compiled_and_plain_python_agree(plan: Plan, timing: Timing) -> None:
             *lane_arrays(plan), costs.forward_ns, costs.backward_ns, costs.weight_ns, costs.head_ns,
             costs.worker_slots, costs.workers, costs.flight_ns, costs.transmit_ns, costs.upload_ns,
             costs.download_ns, timing is Timing.FULL, costs.order, plan.split_backward, NO_SLACK, done_ns, *free_ns,
-            NO_RECORD,
+            NO_RECORD, None,
         )  # fmt: skip
         ends_ns, record = np.zeros(len(averagings), np.int64), np.zeros((len(schedule.stages), 4), np.int64)
         averaging(

@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 
 from skippipe.dispatch import LANES_IN_ORDER, Dispatch
-from skippipe.jit import Ints, kernel
+from skippipe.jit import Ints, inner_kernel, kernel
 from skippipe.planner.search.placement import exchange_groups, exchange_nodes, lay_lanes, move_group
 from skippipe.planner.search.state import (
     State,
@@ -135,7 +135,7 @@ def propose(draw: Ints, state: State, tables: Tables, cumulative_weights: Ints) 
     return _swap_lane_order(a, b, state)
 
 
-@kernel
+@inner_kernel
 def _active_lane(lane: int, state: State) -> int:
     """This lane, or the next one that has microbatches."""
     while state.counts[lane] == 0:
@@ -143,7 +143,7 @@ def _active_lane(lane: int, state: State) -> int:
     return lane
 
 
-@kernel
+@inner_kernel
 def _swap_lane_order(a: int, b: int, state: State) -> bool:
     """Swap two lanes in the order of dispatch; nothing changes where that order does not matter."""
     if a == b or state.dispatch[0] != LANES_IN_ORDER:
@@ -155,14 +155,14 @@ def _swap_lane_order(a: int, b: int, state: State) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _ruin(lane: int, state: State) -> None:
     """Ruin a lane: its count becomes negative, and it leaves its slots to those that are recreated before it."""
     if state.counts[lane] > 0:
         state.counts[lane] = -state.counts[lane]
 
 
-@kernel
+@inner_kernel
 def _ruin_through(node: int, most: int, drawn: int, state: State) -> None:
     """Ruin up to `most` of the lanes that visit a node."""
     lanes = len(state.counts)
@@ -178,7 +178,7 @@ def _ruin_through(node: int, most: int, drawn: int, state: State) -> None:
                     break
 
 
-@kernel
+@inner_kernel
 def _ruin_some(a: int, b: int, draw: Ints, state: State) -> bool:
     """Ruin a lane, alone, with others that share a node with it, or with any other."""
     together = draw[3] % MOST_REMOVED
@@ -192,7 +192,7 @@ def _ruin_some(a: int, b: int, draw: Ints, state: State) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     """Another node of the same stage for a lane. If it has no slot left, one of its lanes comes to the node that is
     left."""
@@ -216,7 +216,7 @@ def _replace_node(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _swap_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
     """Swap the nodes of a stage that both lanes visit."""
     paths = state.paths
@@ -230,7 +230,7 @@ def _swap_nodes(a: int, b: int, draw: Ints, state: State) -> bool:
     return False
 
 
-@kernel
+@inner_kernel
 def _swap_stages(a: int, b: int, draw: Ints, state: State) -> bool:
     """Swap a stage that only one lane visits for one that only the other does, with their nodes."""
     paths, stage_of = state.paths, state.stage_of
@@ -246,7 +246,7 @@ def _swap_stages(a: int, b: int, draw: Ints, state: State) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _place_only_on(a: int, b: int, drawn: int, state: State) -> int:
     """A place of lane a whose stage lane b does not visit; −1: there is none."""
     others = state.lengths[a] - 1
@@ -257,7 +257,7 @@ def _place_only_on(a: int, b: int, drawn: int, state: State) -> int:
     return -1
 
 
-@kernel
+@inner_kernel
 def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
     paths, length = state.paths, state.lengths[lane]
     if length < 3:
@@ -267,7 +267,7 @@ def _swap_neighbours(lane: int, draw: Ints, state: State) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _replace_stage(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     """Replace a stage of a lane by one that it does not visit yet."""
     hop = 1 + draw[3] % (state.lengths[lane] - 1)
@@ -282,7 +282,7 @@ def _replace_stage(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     return False
 
 
-@kernel
+@inner_kernel
 def _split_lane(lane: int, draw: Ints, state: State) -> bool:
     """Move some microbatches of a lane to a new lane over the same stages."""
     counts = state.counts
@@ -300,7 +300,7 @@ def _split_lane(lane: int, draw: Ints, state: State) -> bool:
     return False
 
 
-@kernel
+@inner_kernel
 def _swap_roles(draw: Ints, state: State) -> bool:
     """Swap two nodes: stage, place in the ring, lanes."""
     nodes = len(state.stage_of)
@@ -317,7 +317,7 @@ def _swap_roles(draw: Ints, state: State) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _swap_values(rows: Ints, row: int, end: int, x: int, y: int) -> None:
     for index in range(end):
         if rows[row, index] == x:
@@ -326,7 +326,7 @@ def _swap_values(rows: Ints, row: int, end: int, x: int, y: int) -> None:
             rows[row, index] = x
 
 
-@kernel
+@inner_kernel
 def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
     """Move a node from its stage to another, where it takes over lanes, or to none."""
     node = draw[3] % len(state.stage_of)
@@ -363,7 +363,7 @@ def _change_role(draw: Ints, state: State, tables: Tables) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _node_with_slot(stage: int, drawn: int, through: Ints, state: State, tables: Tables) -> int:
     """A node of the stage with a slot left; −1: there is none."""
     members = state.size[stage]
@@ -374,7 +374,7 @@ def _node_with_slot(stage: int, drawn: int, through: Ints, state: State, tables:
     return -1
 
 
-@kernel
+@inner_kernel
 def _reorder_ring(draw: Ints, state: State) -> bool:
     """Reverse a piece of a ring, or move a node to another place of it."""
     stage = draw[3] % len(state.size)
@@ -395,7 +395,7 @@ def _reorder_ring(draw: Ints, state: State) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _move_layer(draw: Ints, state: State, tables: Tables) -> bool:
     """Move a layer from stage to stage. Stage 0 keeps its own, so that no larger share of the model is skipped."""
     stages = len(state.size)

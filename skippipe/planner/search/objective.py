@@ -9,7 +9,7 @@ from skippipe.collectives.topology import estimate_exchange, exchange_ns
 from skippipe.collectives.transfers import link_ns
 from skippipe.constraints import cc2_step
 from skippipe.event_loop import run_iteration
-from skippipe.jit import Ints, kernel
+from skippipe.jit import Ints, inner_kernel, kernel
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.search.state import State, Tables
 
@@ -133,7 +133,7 @@ def objective(state: State, limit: int, tables: Tables) -> tuple[int, int, int]:
     return last_ns + extra_ns + uneven * (last_ns // UNEVEN), most - least, last_ns
 
 
-@kernel
+@inner_kernel
 def _run_iteration(
     state: State,
     tables: Tables,
@@ -167,10 +167,11 @@ def _run_iteration(
         np.empty(nodes, np.int64),
         np.empty(nodes, np.int64),
         np.empty((0, 4), np.int64),
+        None,
     )
 
 
-@kernel
+@inner_kernel
 def _estimate_exchange(state: State, stage: int, idle: Ints, tables: Tables, transfers_ns: Ints) -> None:
     members = state.size[stage]
     if members > 1:
@@ -195,7 +196,7 @@ def _estimate_exchange(state: State, stage: int, idle: Ints, tables: Tables, tra
                     transfers_ns[2, place, other] *= rounds
 
 
-@kernel
+@inner_kernel
 def _averaged(state: State, stage: int, done_ns: Ints, tables: Tables, transfers_ns: Ints) -> int:
     """When all nodes of a stage have the sum, in the fastest way."""
     members = state.size[stage]

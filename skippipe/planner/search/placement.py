@@ -10,13 +10,13 @@ from math import gcd
 
 import numpy as np
 
-from skippipe.jit import Ints, kernel
+from skippipe.jit import Ints, inner_kernel
 from skippipe.planner.search.state import State, Tables, insert_into_ring, remove_from_ring, slots_of, sort_by_stage
 
 MOST_TOGETHER = 3  # nodes near another one that move with it, at most
 
 
-@kernel
+@inner_kernel
 def move_group(draw: Ints, state: State, tables: Tables) -> bool:
     """Move a node, alone or with those near it, to another stage or to none."""
     node = draw[3] % len(state.stage_of)
@@ -29,7 +29,7 @@ def move_group(draw: Ints, state: State, tables: Tables) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def exchange_groups(draw: Ints, state: State, tables: Tables) -> bool:
     """Exchange the stages of two nodes, alone or with those near each."""
     nodes = len(state.stage_of)
@@ -45,7 +45,7 @@ def exchange_groups(draw: Ints, state: State, tables: Tables) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def exchange_nodes(draw: Ints, state: State, tables: Tables) -> bool:
     """Exchange the stages of two nodes, alone or with one more pair near them; stages keep their sizes."""
     nodes = len(state.stage_of)
@@ -68,7 +68,7 @@ def exchange_nodes(draw: Ints, state: State, tables: Tables) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _place(node: int, stage: int, drawn: int, state: State) -> None:
     """Put a node on a stage, or on none; what lanes visit is not changed."""
     old = state.stage_of[node]
@@ -81,7 +81,7 @@ def _place(node: int, stage: int, drawn: int, state: State) -> None:
     state.stage_of[node] = stage
 
 
-@kernel
+@inner_kernel
 def _place_near(node: int, stage: int, drawn: int, state: State, tables: Tables) -> None:
     """Put nodes near this one on a stage, or on none: all of them, or as many as drawn."""
     most = 1 + drawn % MOST_TOGETHER
@@ -91,7 +91,7 @@ def _place_near(node: int, stage: int, drawn: int, state: State, tables: Tables)
             most -= 1
 
 
-@kernel
+@inner_kernel
 def lay_lanes(draw: Ints, state: State, tables: Tables) -> bool:
     """New lanes for the nodes on the stages: as many as their memory takes, over stages in turn so that all are visited
     equally often. They are left ruined: `recreate` gives them nodes. False: there are none."""
@@ -127,7 +127,7 @@ def lay_lanes(draw: Ints, state: State, tables: Tables) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _shuffled(count: int, drawn: int) -> Ints:
     """The numbers below `count` in a random order."""
     order = np.arange(count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from skippipe.jit import Ints, kernel
+from skippipe.jit import Ints, inner_kernel, kernel
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.search.state import State, Tables, lanes_through, slots_of
 
@@ -24,7 +24,7 @@ def recreate(draw: Ints, state: State, tables: Tables) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     """Give a lane the best nodes of its stages, among those with a slot left; busy ones seem longer, and all a bit
     random.
@@ -97,7 +97,7 @@ def _reinsert(lane: int, draw: Ints, state: State, tables: Tables) -> bool:
     return bool(best_ns < INFINITE_NS)
 
 
-@kernel
+@inner_kernel
 def _noisy_hop_ns(a: int, b: int, noise: int, salt: int, tables: Tables) -> int:
     """Nanoseconds of a hop there and back, with noise."""
     sent_ns = tables.transmit_ns[0, a, b] + tables.transmit_ns[1, b, a]
@@ -108,7 +108,7 @@ def _noisy_hop_ns(a: int, b: int, noise: int, salt: int, tables: Tables) -> int:
     return int(hop_ns + hop_ns // (NOISE * 256) * noise * (mixed % 256))
 
 
-@kernel
+@inner_kernel
 def _load_ns(state: State, tables: Tables) -> Ints:
     """[node]: nanoseconds of work for its lanes in an iteration, for each of its workers."""
     node_load_ns = np.zeros(len(state.stage_of), np.int64)

@@ -18,7 +18,7 @@ from skippipe.collectives.topology import all_relays, relay_rates
 from skippipe.constraints import MAX_SWAPS
 from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
 from skippipe.dispatch import Dispatch
-from skippipe.jit import Flags, Floats, Ints, kernel
+from skippipe.jit import Flags, Floats, Ints, inner_kernel, kernel
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.averaging import averaging_fastest
 from skippipe.planner.problem import Problem
@@ -208,7 +208,7 @@ def assign(to: State, given: State) -> None:
             to.paths[lane, hop] = given.paths[lane, hop]
 
 
-@kernel
+@inner_kernel
 def same(one: State, other: State) -> bool:
     for node in range(len(one.stage_of)):
         if one.stage_of[node] != other.stage_of[node]:
@@ -230,7 +230,7 @@ def same(one: State, other: State) -> bool:
     return True
 
 
-@kernel
+@inner_kernel
 def lanes_through(state: State) -> Ints:
     """[node]: number of lanes through it."""
     through = np.zeros(len(state.stage_of), np.int64)
@@ -241,7 +241,7 @@ def lanes_through(state: State) -> Ints:
     return through
 
 
-@kernel
+@inner_kernel
 def remove_from_ring(node: int, stage: int, state: State) -> None:
     ring, members = state.ring[stage], state.size[stage]
     place = 0
@@ -252,7 +252,7 @@ def remove_from_ring(node: int, stage: int, state: State) -> None:
     state.size[stage] = members - 1
 
 
-@kernel
+@inner_kernel
 def insert_into_ring(node: int, stage: int, drawn: int, state: State) -> None:
     ring, members = state.ring[stage], state.size[stage]
     place = drawn % (members + 1)
@@ -262,7 +262,7 @@ def insert_into_ring(node: int, stage: int, drawn: int, state: State) -> None:
     state.size[stage] = members + 1
 
 
-@kernel
+@inner_kernel
 def slots_of(node: int, stage: int, state: State, tables: Tables) -> int:
     return int(tables.slots[min(stage, len(tables.slots) - 1), state.layers[stage], node])
 
@@ -302,13 +302,13 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     return found
 
 
-@kernel
+@inner_kernel
 def path_of(lane: int, state: State) -> Ints:
     """The nodes on a lane's path, as a view."""
     return state.paths[lane, : state.lengths[lane]]
 
 
-@kernel
+@inner_kernel
 def visits(path: Ints, stage: int, stage_of: Ints) -> bool:
     for node in path:  # noqa: SIM110, numba has no `any` over a generator
         if stage_of[node] == stage:
@@ -316,7 +316,7 @@ def visits(path: Ints, stage: int, stage_of: Ints) -> bool:
     return False
 
 
-@kernel
+@inner_kernel
 def sort_by_stage(path: Ints, stage_of: Ints) -> None:
     """Sort the nodes of a path by stage."""
     for end in range(1, len(path)):
