@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from skippipe.collectives.transfers import merged, transfer_times
-from skippipe.constraints import circle
 from skippipe.critical_path import Cause, CauseKind, Link, PathSegment
 from skippipe.dispatch import steps
 from skippipe.plan import Plan
 from skippipe.simulator import simulate
 from skippipe.timeline import Timeline, Timing
+from skippipe.whole_paths import hop_messages, planned_teacher_paths
 
 ONE_WAY = 0.7  # of what both directions cost: then it is this direction
 CLEARLY = 1.5  # times as much
@@ -195,10 +195,8 @@ def busiest_node(timeline: Timeline) -> tuple[int, int]:
 def busiest_link(plan: Plan, timeline: Timeline) -> tuple[Link, int]:
     """The link that sends longest, and for how many nanoseconds, all its messages one after another."""
     sends: Counter[Link] = Counter()
-    for lane in plan.lanes:
-        for a, b in circle(lane.path):
-            for message in ((0, a, b), (1, b, a)):
-                sends[message[1:]] += lane.microbatches * int(plan.costs.transmit_ns[message])
+    for message, count in hop_messages(plan, planned_teacher_paths(plan)).items():
+        sends[message[1:]] += count * int(plan.costs.transmit_ns[message])
     if timeline.timing is Timing.FULL:
         averagings = [stage.averaging for stage in plan.stages]
         schedule = merged(plan.costs, averagings)

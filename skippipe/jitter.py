@@ -14,14 +14,13 @@ from statistics import fmean
 
 import numpy as np
 
-from skippipe.constraints import circle
 from skippipe.cost_model import NEVER_NS, CostModel, seconds
 from skippipe.errors import UserError
 from skippipe.jit import Floats, Ints
 from skippipe.plan import LONGEST_NS, Plan
 from skippipe.simulator import PlacementCosts, lane_arrays, simulate
 from skippipe.timeline import Timing
-from skippipe.whole_paths import planned_teacher_paths
+from skippipe.whole_paths import links_in_use, planned_teacher_paths
 
 DRAWS = 200
 TAIL = 0.95
@@ -76,21 +75,13 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
     """Simulate the plan once for every draw."""
     if simulate(plan, timing).iteration_ns > LONGEST_NS:
         raise UserError("jitter: an iteration of this plan takes over forty-eight days without any")
-    lanes, links, teacher = lane_arrays(plan), _links(plan), planned_teacher_paths(plan)
+    lanes, teacher = lane_arrays(plan), planned_teacher_paths(plan)
+    senders, receivers = np.array(sorted(links_in_use(plan)), dtype=np.int64).T
     found = []
     for number in range(jitter.draws):
-        costs = _jittered(plan.costs, jitter.spread, np.random.default_rng([jitter.seed, number]), links)
+        costs = _jittered(plan.costs, jitter.spread, np.random.default_rng([jitter.seed, number]), (senders, receivers))
         found.append(PlacementCosts.of_plan(plan, timing, costs).run_iteration(*lanes, teacher=teacher).iteration_ns)
     return Spread(tuple(sorted(found)))
-
-
-def _links(plan: Plan) -> tuple[Ints, Ints]:
-    """Senders and receivers of the links in use."""
-    hops = {hop for lane in plan.lanes for hop in circle(lane.path)}
-    edges = {link for stage in plan.stages for link in stage.averaging.links}
-    used = sorted(hops | {(b, a) for a, b in hops} | edges)
-    senders, receivers = np.array(used, dtype=np.int64).T
-    return senders, receivers
 
 
 def _jittered(costs: CostModel, spread: float, rng: np.random.Generator, links: tuple[Ints, Ints]) -> CostModel:

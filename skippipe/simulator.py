@@ -9,6 +9,7 @@ gradient.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +28,7 @@ from skippipe.event_loop import run_iteration
 from skippipe.jit import Ints
 from skippipe.plan import Plan
 from skippipe.timeline import LinkUse, NodeUse, Task, Timeline, Timing
-from skippipe.whole_paths import planned_teacher_paths
+from skippipe.whole_paths import hop_messages, planned_teacher_paths
 
 LAST_NS = 2**62  # the end of time for whole numbers of 64 bits
 MOST_TASKS = 20_000_000
@@ -227,15 +228,16 @@ def lane_arrays(plan: Plan) -> tuple[Ints, Ints, Ints]:
 
 def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     """Run one iteration of the plan under virtual time."""
-    outcome, record = _run(plan, timing)
+    teacher = planned_teacher_paths(plan)
+    outcome, record = _run(plan, timing, teacher)
     tasks = _tasks(plan, record)
     return Timeline(
         timing=timing,
         iteration_ns=outcome.iteration_ns,
         last_backward_ns=outcome.last_backward_ns,
         averaging_ns=outcome.averaging_ns,
-        nodes=node_use(plan, tasks),
-        links=_link_use(plan, timing),
+        nodes=node_use(plan, tasks, teacher),
+        links=_link_use(plan, timing, teacher),
         tasks=tasks,
     )
 
@@ -243,10 +245,10 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
 def simulated_ns(plan: Plan) -> int:
     """The length of the iteration alone, under full timing: of many nodes, what links carry takes longer to add up than
     to simulate."""
-    return _run(plan, Timing.FULL)[0].iteration_ns
+    return _run(plan, Timing.FULL, planned_teacher_paths(plan))[0].iteration_ns
 
 
-def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
+def _run(plan: Plan, timing: Timing, teacher: Mapping[int, NodePath]) -> tuple[IterationTimes, Ints]:
     """The iteration, and the (ready, start, end) of every task, lane by lane."""
     placement_costs = PlacementCosts.of_plan(plan, timing)
     total = sum(lane.microbatches * all_steps(len(lane.path), plan.split_backward) for lane in plan.lanes)
@@ -257,24 +259,14 @@ def _run(plan: Plan, timing: Timing) -> tuple[IterationTimes, Ints]:
         * (placement_costs.alone_ns(lane.path) + int(placement_costs.weight_ns[list(lane.path)].sum()))
         for lane in plan.lanes
     )
-    for number, path in _teacher(plan).items():
-        hops = sum(int(plan.costs.hop_ns[hop]) for hop in circle(path))
+    for number, path in teacher.items():
+        hops = sum(int(plan.costs.flight_ns[hop] + plan.costs.transmit_ns[0][hop]) for hop in circle(path))
         steps = sum(int(placement_costs.forward_ns[node]) for node in path)
         one_after_another_ns += plan.lanes[number].microbatches * (hops + steps)
     if one_after_another_ns + sum(placement_costs.averaging_ns) > LAST_NS:
         raise UserError("an iteration of this plan may take over a century: does it use a link that is not there?")
     record = np.empty((total, 4), np.int64)
-    return placement_costs.run_iteration(*lane_arrays(plan), record, _teacher(plan)), record
-
-
-def _teacher(plan: Plan) -> dict[int, NodePath]:
-    paths = planned_teacher_paths(plan)
-    if paths is None:
-        raise UserError(
-            "workload.teacher: no path leads through every stage from each data node and back; training without "
-            "recipe.distill needs none"
-        )
-    return paths
+    return placement_costs.run_iteration(*lane_arrays(plan), record, teacher), record
 
 
 def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:
@@ -288,14 +280,14 @@ def _tasks(plan: Plan, record: Ints) -> tuple[Task, ...]:
     return tuple(sorted(tasks, key=lambda task: task.start_ns))  # those that start together stay in order
 
 
-def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
+def node_use(plan: Plan, tasks: Sequence[Task], teacher: Mapping[int, NodePath]) -> tuple[NodeUse, ...]:
     busy_ns = dict.fromkeys(plan.stage_of, 0)
     collision_ns = dict.fromkeys(plan.stage_of, 0)
     for task in tasks:
         busy_ns[task.node] += task.end_ns - task.start_ns
         if not is_weights(task.step, len(plan.lanes[task.lane].path)):
             collision_ns[task.node] += task.start_ns - task.ready_ns
-    for lane, path in _teacher(plan).items():
+    for lane, path in teacher.items():
         for node in path:
             busy_ns[node] += int(plan.costs.forward_ns[plan.stage_of[node], node]) * plan.lanes[lane].microbatches
     costs, split = plan.costs, plan.split_backward
@@ -318,19 +310,11 @@ def node_use(plan: Plan, tasks: Sequence[Task]) -> tuple[NodeUse, ...]:
     )
 
 
-def _link_use(plan: Plan, timing: Timing) -> tuple[LinkUse, ...]:
-    sent: dict[tuple[int, int], int] = {}
-    for lane in plan.lanes:
-        for a, b in circle(lane.path):
-            for message in ((0, a, b), (1, b, a)):  # the activation, and on the way back its gradient
-                link = message[1:]
-                sent[link] = sent.get(link, 0) + int(plan.costs.hop_bytes[message]) * lane.microbatches
-    for number, path in _teacher(plan).items():
-        for link in circle(path):
-            size = int(plan.costs.hop_bytes[0, *link])
-            sent[link] = sent.get(link, 0) + size * plan.lanes[number].microbatches
+def _link_use(plan: Plan, timing: Timing, teacher: Mapping[int, NodePath]) -> tuple[LinkUse, ...]:
+    sent: Counter[tuple[int, int]] = Counter()
+    for message, count in hop_messages(plan, teacher).items():
+        sent[message[1:]] += int(plan.costs.hop_bytes[message]) * count
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
-            for link, count in stage.averaging.link_bytes(*plan.costs.gradient_rounds[index]).items():
-                sent[link] = sent.get(link, 0) + count
+            sent.update(stage.averaging.link_bytes(*plan.costs.gradient_rounds[index]))
     return tuple(LinkUse(a, b, count) for (a, b), count in sorted(sent.items()))

@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from skippipe.constraints import NodePath, circle
+from skippipe.errors import UserError
 from skippipe.jit import Ints
 from skippipe.plan import Plan
 
@@ -28,7 +30,7 @@ class Start(NamedTuple):
 
     data_node: int
     microbatches: int = 1
-    """As many take the path."""
+    """Number of microbatches that take this path."""
     through: Mapping[int, int] = MappingProxyType({})
     """Stage → the node that the path takes there."""
 
@@ -40,7 +42,8 @@ def whole_paths(plan: Plan, starts: Sequence[Start], nodes: Sequence[Collection[
     node or link counts 1 + u / `CROWDED` times what it takes for one.
     """
     costs, reachable = plan.costs, plan.cluster.bandwidth_bytes_per_s > 0
-    hop_ns = np.where(reachable, np.minimum(costs.hop_ns, SLOWEST_NS), NO_WAY)
+    activation_ns = costs.flight_ns + costs.transmit_ns[0]
+    hop_ns = np.where(reachable, np.minimum(activation_ns, SLOWEST_NS), NO_WAY)
     stages = [np.array(sorted(each), dtype=np.int64) for each in nodes]
     on_node, on_link = np.zeros(costs.nodes, np.int64), np.zeros(hop_ns.shape, np.int64)
 
@@ -97,6 +100,32 @@ def teacher_paths(plan: Plan, paths: Sequence[NodePath], there: Collection[int])
     return known if len(known) == len(found) else None
 
 
-def planned_teacher_paths(plan: Plan) -> dict[int, NodePath] | None:
-    """`teacher_paths`, as long as no node is lost."""
-    return teacher_paths(plan, [lane.path for lane in plan.lanes], {node for lane in plan.lanes for node in lane.path})
+def planned_teacher_paths(plan: Plan) -> dict[int, NodePath]:
+    """`teacher_paths`, as long as no node is lost; UserError if there are none."""
+    paths = teacher_paths(plan, [lane.path for lane in plan.lanes], {node for lane in plan.lanes for node in lane.path})
+    if paths is None:
+        raise UserError(
+            "workload.teacher: no path leads through every stage from each data node and back; training without "
+            "recipe.distill needs none"
+        )
+    return paths
+
+
+def hop_messages(plan: Plan, teacher: Mapping[int, NodePath]) -> Counter[tuple[int, int, int]]:
+    """(pass, sender, receiver) → messages of an iteration on hops: activations are of pass 0, their gradients, on the
+    way back, of pass 1. `teacher`: as `planned_teacher_paths` gives them, which have no gradients."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for lane in plan.lanes:
+        for a, b in circle(lane.path):
+            found[0, a, b] += lane.microbatches
+            found[1, b, a] += lane.microbatches
+    for number, path in teacher.items():
+        for a, b in circle(path):
+            found[0, a, b] += plan.lanes[number].microbatches
+    return found
+
+
+def links_in_use(plan: Plan) -> frozenset[tuple[int, int]]:
+    """Sender and receiver of all that nodes send each other in an iteration: on hops, and to average."""
+    hops = {(sender, receiver) for _, sender, receiver in hop_messages(plan, planned_teacher_paths(plan))}
+    return frozenset(hops.union(*(stage.averaging.links for stage in plan.stages)))

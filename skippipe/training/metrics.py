@@ -34,6 +34,7 @@ from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationRe
 from skippipe.simulator import node_use
 from skippipe.skip_schedule import PathLength, parts_of, path_length_text
 from skippipe.timeline import LinkUse, Task, Timeline, Timing
+from skippipe.whole_paths import planned_teacher_paths
 
 if TYPE_CHECKING:
     from skippipe.training.job_config import JobConfig
@@ -61,12 +62,13 @@ def recorded_timeline(plan: Plan, report: IterationReport) -> Timeline:
         ended_ns = max((ended for _, ended, _ in times), default=0) if len(stage.nodes) > 1 else begun_ns
         averaging.append((begun_ns, ended_ns))
     step_ns = {node: took_ns for node, (*_, took_ns) in report.closing.items()}
+    uses = node_use(plan, tasks, planned_teacher_paths(plan))
     return Timeline(
         timing=Timing.FULL,
         iteration_ns=ns(report.seconds),
         last_backward_ns=max(task.end_ns for task in tasks),
         averaging_ns=tuple(averaging) if report.closing else (),
-        nodes=tuple(use._replace(optimizer_ns=step_ns.get(use.node, 0)) for use in node_use(plan, tasks)),
+        nodes=tuple(use._replace(optimizer_ns=step_ns.get(use.node, 0)) for use in uses),
         links=tuple(LinkUse(a, b, count) for (a, b), count in sorted(report.sent_bytes.items())),
         tasks=tasks,
     )

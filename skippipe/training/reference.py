@@ -76,7 +76,7 @@ class ReferenceTrainer:
     def iteration(self, number: int) -> ReferenceState:
         visited = self.recipe.visited(number, self.iterations, len(self.stages), self.plan.visited)
         plan = {self.plan.visited: self.plan, **self.plans}[visited]
-        self._passes = planned_teacher_paths(plan) or {}
+        self._passes = planned_teacher_paths(plan)
         losses = [
             self._forward_backward(plan, number, lane, microbatch)
             for lane, each in enumerate(plan.lanes)

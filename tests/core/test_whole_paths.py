@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from skippipe.constraints import circle
 from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.whole_paths import Start, planned_teacher_paths, teacher_paths, whole_paths
+from skippipe.whole_paths import Start, links_in_use, planned_teacher_paths, teacher_paths, whole_paths
+from skippipe.workload import LinkDtypes
 from tests.helpers.fault_scenarios import published, thin, wide
 
 
@@ -19,28 +21,22 @@ def taught(plan: Plan, teacher: str = "logits") -> Plan:
     return plan.edited(workload=replace(plan.workload, teacher=teacher))
 
 
-def paths_of(plan: Plan) -> dict[int, tuple[int, ...]]:
-    found = planned_teacher_paths(plan)
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("plan", [wide(False), thin(False), published()], ids=["wide", "thin", "published"])
 def test_a_teachers_path_visits_every_stage_from_the_lanes_data_node(plan: Plan) -> None:
-    assert paths_of(plan) == {}, "nobody teaches"
-    found = paths_of(taught(plan))
+    assert planned_teacher_paths(plan) == {}, "nobody teaches"
+    found = planned_teacher_paths(taught(plan))
     assert list(found) == [lane for lane, each in enumerate(plan.lanes) if len(each.path) < len(plan.stages)]
     for lane, path in found.items():
         assert path[0] == plan.lanes[lane].path[0]
         assert [plan.stage_of[node] for node in path] == list(range(len(plan.stages)))
-    for lane, path in paths_of(taught(plan, "hidden")).items():
+    for lane, path in planned_teacher_paths(taught(plan, "hidden")).items():
         assert set(plan.lanes[lane].path) <= set(path), "the nodes of the lane compare their hidden states"
 
 
 def test_paths_divide_the_work_and_keep_off_slow_links() -> None:
     plan = taught(wide(False))
     load: Counter[int] = Counter()
-    for lane, path in paths_of(plan).items():
+    for lane, path in planned_teacher_paths(plan).items():
         load.update(dict.fromkeys(path, plan.lanes[lane].microbatches))
     for stage in plan.stages:
         each = [load[node] for node in stage.nodes]
@@ -48,7 +44,27 @@ def test_paths_divide_the_work_and_keep_off_slow_links() -> None:
     latency_s = plan.cluster.latency_s.copy()
     latency_s[:, 3] = 10.0
     far = plan.edited(cluster=replace(plan.cluster, latency_s=latency_s))
-    assert all(3 not in path for path in paths_of(far).values())
+    assert all(3 not in path for path in planned_teacher_paths(far).values())
+
+
+def test_a_link_counts_what_an_activation_takes_on_it() -> None:
+    """Gradients come back another way, perhaps with fewer bits, and the teacher has none."""
+    plan = taught(wide(False))
+    names = [node.name for node in plan.cluster.nodes]
+
+    def through_3(activations: str) -> int:
+        rows = tuple(LinkDtypes(names[data_node], names[3], activations, "int4") for data_node in (0, 1, 2))
+        work = replace(plan.workload, wire_dtype="int8", wire_dtypes=rows)
+        return sum(3 in path for path in planned_teacher_paths(plan.edited(workload=work)).values())
+
+    assert through_3("int8") > through_3("fp32")
+
+
+def test_links_of_the_teachers_hops_are_in_use() -> None:
+    plan = published()
+    hops = {hop for path in planned_teacher_paths(taught(plan)).values() for hop in circle(path)}
+    assert not hops <= links_in_use(plan)
+    assert links_in_use(taught(plan)) == links_in_use(plan) | hops
 
 
 def test_what_is_lost_is_on_no_path() -> None:
@@ -86,7 +102,7 @@ def test_passes_that_take_centuries_are_refused() -> None:
 def test_a_teacher_takes_time_and_bytes() -> None:
     plan = thin(False)
     without, found = simulate(plan, Timing.FULL), simulate(taught(plan), Timing.FULL)
-    passes = paths_of(taught(plan))
+    passes = planned_teacher_paths(taught(plan))
     microbatches = sum(plan.lanes[lane].microbatches for lane in passes)
     size = int(plan.costs.hop_bytes[0, 2, 3])
     assert found.bytes_moved - without.bytes_moved == microbatches * len(plan.stages) * size

@@ -15,9 +15,8 @@ from skippipe.runtime.simulation.fault_injection import DURING, Fault, accuse, d
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.timeline import Timing
-from skippipe.whole_paths import planned_teacher_paths
 from skippipe.workload import TEACHERS, Workload
-from tests.helpers.plans import TINY, drawn_averaging, relayed, uniform_cluster
+from tests.helpers.plans import TINY, can_be_taught, drawn_averaging, relayed, uniform_cluster
 
 
 def plan_over(
@@ -180,7 +179,7 @@ def scenario(seed: int) -> Scenario:
 def with_teacher(what: Scenario, random: Random) -> Scenario:
     """The same; one time in three the whole model teaches, if it can, and some of the faults are of that time."""
     plan = what.plan.edited(workload=replace(what.plan.workload, teacher=random.choice(TEACHERS[1:])))
-    if random.random() < 2 / 3 or not planned_teacher_paths(plan):
+    if random.random() < 2 / 3 or not can_be_taught(plan):
         return what
     faults = [replace(each, during="teaching") if random.random() < 0.5 else each for each in what.faults]
     return replace(what, plan=plan.promising(simulate(plan, Timing.FULL)), faults=tuple(faults))

@@ -19,6 +19,7 @@ from skippipe.runtime.messages import (
     Drain,
     Failed,
     Hello,
+    LinkDown,
     MicrobatchDone,
     Ready,
     Recover,
@@ -342,7 +343,16 @@ def test_training_pauses_when_no_data_node_is_left() -> None:
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     harness.wait(1)
     assert is_now(harness.coordinator, CoordinatorState.FAILED)
-    assert "waited 600 s for nodes to take the places of lost ones: stage 0" in harness.coordinator.failure
+    assert "lost ones: no node holds stage 0" in harness.coordinator.failure
+
+
+def test_a_pause_in_which_no_stage_is_lost_has_its_own_reason() -> None:
+    harness = coordinating(2, plan_of(2, ((0,), (1,)), ((0, 1),)))
+    harness.iterate()
+    harness.send(0, LinkDown(1, 1))
+    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
+    why = "no plan is possible with those that are there ('n0' cannot reach 'n1')"
+    assert harness.coordinator.lacking == why
 
 
 # Coming late

@@ -23,7 +23,7 @@ from skippipe.whole_paths import planned_teacher_paths
 from skippipe.workload import TEACHERS
 from tests.helpers.exact_training import LEARNING
 from tests.helpers.fault_scenarios import scenario, thin, wide
-from tests.helpers.plans import plans, without_ties
+from tests.helpers.plans import can_be_taught, plans, without_ties
 from tests.helpers.virtual_chaos import Played, play, staged
 
 KINDS = TEACHERS[1:]
@@ -56,7 +56,7 @@ def test_an_iteration_takes_what_the_simulator_promises(
     workload = replace(plan.workload, teacher=teacher)
     lanes = lanes_from_stage_0(plan)
     plan = replace(plan, workload=workload, lanes=lanes, dispatch=dispatch, split_backward=split, expected=None)
-    assume(planned_teacher_paths(plan) and deadlock_cycle([lane.path for lane in lanes], plan.slots) is None)
+    assume(can_be_taught(plan) and deadlock_cycle([lane.path for lane in lanes], plan.slots) is None)
     timeline = simulate(plan, Timing.FULL)
     cluster = VirtualCluster(plan, CoordinatorSettings(LEARNING, 1, recorded=frozenset({0})))
     cluster.run()
@@ -99,7 +99,7 @@ def test_without_faults_every_step_is_taken_once() -> None:
     played, watched = play_with([], plan)
     for node in played.cluster.nodes.values():
         assert all(len(kept) == 1 for kept in node._teacher._sent.values()), "no more can be on their way"
-    count = sum(plan.lanes[lane].microbatches for lane in planned_teacher_paths(plan) or {})
+    count = sum(plan.lanes[lane].microbatches for lane in planned_teacher_paths(plan))
     assert set(watched.steps.values()) == {1} and len(watched.steps) == 4 * count * len(plan.stages)
 
 

@@ -70,6 +70,8 @@ class CommitLoop:
     end: int = field(init=False)
     """Number of iterations, counted from the very first, after which the run ends."""
     current: Iteration = field(init=False)
+    pause_reason: str = field(init=False, default="")
+    """Why there was no plan for the nodes that were there, when training was paused last."""
     _loss_reported: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -197,6 +199,7 @@ class CommitLoop:
         self._admit_ready()
 
     def pause(self, why: str) -> None:
+        self.pause_reason = why
         reported, self._loss_reported = self._loss_reported, self.recovery.backup.is_lost
         if self._loss_reported and not reported:
             self.context.log_event("paused", f"{LOST}; training does not go on with new ones: {WAYS_ON}")

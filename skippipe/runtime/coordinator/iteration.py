@@ -108,7 +108,7 @@ class Iteration:
 
     def __post_init__(self) -> None:
         self._routes = routes_of(self.plan)
-        self._teacher = planned_teacher_paths(self.plan) or {}
+        self._teacher = planned_teacher_paths(self.plan)
         self.first_epoch = self.epoch
 
     def on_message(self, node: int, control: MicrobatchDone | DrainAck | Averaged) -> bool:

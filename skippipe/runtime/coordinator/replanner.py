@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from math import isinf
 from typing import TYPE_CHECKING
 
-from skippipe import constraints
 from skippipe.cluster import Cluster
+from skippipe.errors import UserError
 from skippipe.plan import Plan, Stage
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
@@ -23,7 +23,7 @@ from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
 from skippipe.runtime.coordinator.wal_records import plan_record
 from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of
-from skippipe.whole_paths import planned_teacher_paths
+from skippipe.whole_paths import links_in_use, planned_teacher_paths
 
 if TYPE_CHECKING:
     from skippipe.planner.repair.stage_assignment import Reassignment, StageAssignment
@@ -183,8 +183,12 @@ class Replanner:
             budget_s=max(whole_s - spent_s, whole_s / 2),
             visited=length,
         )
-        lacks_teacher = found is not None and planned_teacher_paths(found) is None
-        return None if lacks_teacher else found  # the whole model teaches: no stage may be missing
+        if found is not None:
+            try:
+                planned_teacher_paths(found)
+            except UserError:
+                return None
+        return found
 
     def _log_plan(self) -> None:
         """The plan in full once; later its length will do, as long as no node joins or leaves."""
@@ -222,7 +226,7 @@ class Replanner:
         """
         membership, now_ns = self.membership, self.env.now_ns()
         empty = not all(membership.future_rings(self.plan))
-        if not empty and not self._new_spares(now_ns) and self._settled == self._stage_holders(now_ns):
+        if not empty and not self._new_spares(now_ns) and self._settled == self._members_and_down_links(now_ns):
             return
         assignment = self._assignment(iteration)
         while found := assignment.filling(self._eligible_spares(now_ns), last=not finishing):
@@ -236,7 +240,7 @@ class Replanner:
                 break
             self._assign(found, now_ns)
             assignment.carry_out(found)
-        self._settled = self._stage_holders(now_ns)
+        self._settled = self._members_and_down_links(now_ns)
 
     def _next_move(self, assignment: StageAssignment, iteration: int, now_ns: int) -> Reassignment | None:
         """The next spare to get a stage, or else the next node to move."""
@@ -246,7 +250,7 @@ class Replanner:
                 return found
             for node in spares:
                 self._reject(node, found if assignment.open_to(node) else None, now_ns)
-        if self._settled == self._stage_holders(now_ns):
+        if self._settled == self._members_and_down_links(now_ns):
             return None
         return assignment.moving(self.lengths.iterations - iteration)
 
@@ -290,7 +294,7 @@ class Replanner:
     def _reject(self, node: int, found: Reassignment | None, now_ns: int) -> None:
         """A node is of no help now, which is reported once."""
         known = node in self._rejected
-        self._rejected[node] = self._placement(now_ns)
+        self._rejected[node] = self._stage_holders(now_ns)
         if known:
             return
         if found is not None and isinf(found.before_s):
@@ -307,27 +311,25 @@ class Replanner:
     def _new_spares(self, now_ns: int) -> list[int]:
         """Spares that are new, or for which something has changed since they were rejected."""
         spares = self._eligible_spares(now_ns)
-        return [node for node in spares if self._rejected.get(node) != self._placement(now_ns)] if spares else []
+        return [node for node in spares if self._rejected.get(node) != self._stage_holders(now_ns)] if spares else []
 
     def _eligible_spares(self, now_ns: int) -> list[int]:
         """Spares that may get a stage now."""
         banned = self.estimator.link_reports.is_banned
         return [node for node in self.membership.in_state(MemberState.SPARE) if not banned(node, now_ns)]
 
-    def _placement(self, now_ns: int) -> StageHolders:
+    def _stage_holders(self, now_ns: int) -> StageHolders:
         held = frozenset((node, member.stage) for node, member in self.membership.members.items() if member.stage >= 0)
         return held, self.estimator.down_links(now_ns)
 
-    def _stage_holders(self, now_ns: int) -> tuple[frozenset[int], DownLinks]:
-        held, down = self._placement(now_ns)
+    def _members_and_down_links(self, now_ns: int) -> tuple[frozenset[int], DownLinks]:
+        held, down = self._stage_holders(now_ns)
         return frozenset(node for node, _ in held), down
 
 
 def _links(plan: Plan) -> frozenset[frozenset[int]]:
     """Pairs of nodes that send each other something."""
-    paths = [*(lane.path for lane in plan.lanes), *(planned_teacher_paths(plan) or {}).values()]
-    hops = {frozenset(pair) for path in paths for pair in constraints.circle(path)}
-    return frozenset(hops | {frozenset(pair) for stage in plan.stages for pair in stage.averaging.links})
+    return frozenset(frozenset(link) for link in links_in_use(plan))
 
 
 def _seconds(iteration_s: float) -> str:

@@ -161,9 +161,12 @@ class Coordinator:
 
     @property
     def lacking(self) -> str:
-        """The stages that no node holds, so that training cannot go on."""
-        stages = ", ".join(map(str, self.membership.lost_stages(len(self.plan.stages))))
-        return LOST if self._recovery.backup.is_lost else f"stage {stages} has none"
+        """Why training is paused, and cannot go on."""
+        if self._recovery.backup.is_lost:
+            return LOST
+        if lost := self.membership.lost_stages(len(self.plan.stages)):
+            return f"no node holds stage {', '.join(map(str, lost))}"
+        return f"no plan is possible with those that are there ({self._commits.pause_reason})"
 
     # Messages
 

@@ -79,7 +79,7 @@ class NodeSchedule:
         hops = [hops_of(each, len(plan.stages)) for each in visits]
         self.hops = [[there.get(stage) for stage in each] for each, there in zip(visits, hops, strict=True)]
         """[lane][step]: how the path goes on after a forward step, if it leaves stages out."""
-        self.teacher_paths = planned_teacher_paths(plan) or {}
+        self.teacher_paths = planned_teacher_paths(plan)
         self.planned_ns: dict[tuple[int, int, int], int] = {}
         """Lane, microbatch and step → planned start of the task; empty if the plan has none, or not of the full
         timing."""
