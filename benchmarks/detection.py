@@ -56,7 +56,7 @@ class Running:
 
     def noticed(self, since: float) -> list[float]:
         """Seconds until the coordinator has said so."""
-        events = [each for each in self.lines("events.jsonl") if each["kind"] in ("gone", "cut")]
+        events = [each for each in self.lines("events.jsonl") if each["kind"] in ("lost", "link-down")]
         return [float(str(each["time"])) - since for each in events][:1]
 
     def nodes_noticed(self, since: float) -> list[float]:

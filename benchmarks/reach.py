@@ -214,7 +214,7 @@ def start(asked: argparse.Namespace) -> int:
         for number, (what, out_only, say_so) in enumerate(cases):
             links = without_links(cluster, out_only)
             taken, _ = trained(links, Path(name) / str(number), out_only, asked, say_so=say_so)
-            gone = [event for event in taken.events if event.kind == "gone"]
+            gone = [event for event in taken.events if event.kind == "lost"]
             print(f"{what:<28} {taken.at_work_s:>7.1f} s {len(gone):>14}", flush=True)
             for event in gone:
                 print(f"    {event.node}: {event.text}", flush=True)
@@ -344,7 +344,7 @@ def promise(asked: argparse.Namespace) -> int:
     seconds = taken.seconds[1:]
     sent = sum(link.sent_bytes for link in expected.links)
     ratio, used = median(seconds) / expected.iteration_s, sent / expected.iteration_s / (1e6 * asked.rate)
-    gone = [event.text for event in taken.events if event.kind in ("cut", "restarted", "replanned")]
+    gone = [event.text for event in taken.events if event.kind in ("link-down", "restarted", "replanned")]
     spread = f"{min(seconds):.3f} … {max(seconds):.3f}"
     print(f"promised {expected.iteration_s:.3f} s, measured {median(seconds):.3f} s ({spread})")
     print(f"measured / promised: {ratio:.3f}; {used:.0%} of what the relay carries is used")

@@ -397,7 +397,7 @@ def main() -> int:
             "benchmark",
             "--requests-a-minute",
             10**6,
-            "--at-once",
+            "--max-concurrent",
             10**3,
             "--no-access-log",
         ]

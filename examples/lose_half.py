@@ -62,7 +62,7 @@ def show(folder: Path, started: list[BaseProcess]) -> None:
     said = folder / "said"
     os.mkfifo(said)
     started.append(
-        start(said, "serve", MODEL, "--keys", keys, "--listen", join, "--port", 0, "--patience", int(START_S))
+        start(said, "serve", MODEL, "--keys", keys, "--listen", join, "--port", 0, "--wait-timeout", int(START_S))
     )
     started += [start(os.devnull, "node", "--join", join, "--key", keys / f"{name}.key") for name in names]
     address = address_of(started[0], said)

@@ -25,7 +25,7 @@ WHOLE = {"1", "100%"}
 """Spellings of the share that leaves nothing out."""
 
 
-class Hop(NamedTuple):
+class StageHop(NamedTuple):
     """How a path that leaves stages out goes on from a stage."""
 
     stage: int
@@ -40,12 +40,12 @@ class Hop(NamedTuple):
         return self.target - self.stage - 1
 
 
-def hops_of(stages: Visits, total: int) -> dict[int, Hop]:
+def hops_of(stages: Visits, total: int) -> dict[int, StageHop]:
     """The hop from every stage; none where no stage is missing, or where they are visited in another order than their
     own: then nothing stands in for anything."""
     if len(stages) == total or list(stages) != sorted(set(stages)):
         return {}
-    return {stage: Hop(stage, target, total - len(stages)) for stage, target in pairwise((*stages, total))}
+    return {stage: StageHop(stage, target, total - len(stages)) for stage, target in pairwise((*stages, total))}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StageSubset:
     """Factor of what a visited stage, other than stage 0, adds to the residual stream."""
 
     @cached_property
-    def hops(self) -> dict[int, Hop]:
+    def hops(self) -> dict[int, StageHop]:
         """As `hops_of`."""
         return hops_of(self.stages, self.total)
 
@@ -115,8 +115,10 @@ def residual_scale_of(text: str, total: int, visited: int) -> float:
     try:
         residual_scale = float(text)
     except ValueError:
-        raise UserError(f"--drive: '{text}' is neither a number nor one of {', '.join(get_args(Residual))}") from None
-    RESIDUAL_SCALE.check(residual_scale, "--drive")
+        raise UserError(
+            f"--residual-scale: '{text}' is neither a number nor one of {', '.join(get_args(Residual))}"
+        ) from None
+    RESIDUAL_SCALE.check(residual_scale, "--residual-scale")
     return residual_scale if visited < total else 1.0
 
 

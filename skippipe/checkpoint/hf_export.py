@@ -154,7 +154,7 @@ class ModelCard:
         sizes = score.get("sizes")
         yield from ("", "## With stages missing", "")
         if not isinstance(sizes, dict) or not sizes:
-            yield "Not measured. `skippipe eval FOLDER --text TEXT --losing` measures what is lost with every stage."
+            yield "Not measured. `skippipe eval FOLDER --text TEXT --ablation` measures what is lost with every stage."
             return
         yield "Perplexity with some stages only, by how many are kept (stage 0 always is):"
         yield from ("", "| text | stages kept | mean | best | worst |", "|---|---|---|---|---|")

@@ -1,15 +1,11 @@
-"""What all commands have in common: how their help is laid out, and options that had other names."""
+"""What all commands have in common: how their help is laid out."""
 
 from __future__ import annotations
 
 import inspect
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
-
-OLD_NAMES_OF_OUTPUT = ("--out", "--results")
 
 
 class Group(TyperGroup):
@@ -20,7 +16,7 @@ class Group(TyperGroup):
 
 
 class Command(TyperCommand):
-    """A command that also takes the options that it had under other names, which its help does not show."""
+    """A command whose help has a line for each paragraph of its docstring, to be wrapped by the terminal."""
 
     def __init__(self, *args: Any, **given: Any) -> None:
         super().__init__(*args, **given)
@@ -28,15 +24,6 @@ class Command(TyperCommand):
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _flags_without_type(super().get_params(ctx))
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = {name for param in self.params for name in param.opts}
-        words = [_new_name(word, own) for word in args]
-        if self.name in ("eval", "score"):  # --json was followed by the file that is -o now
-            for at, (word, after) in enumerate(pairwise(words)):
-                if word == "--json" and after.endswith(".json") and not Path(after).is_dir():
-                    words[at] = "--output"
-        return super().parse_args(ctx, words)
 
 
 def _flags_without_type(params: list[Any]) -> list[Any]:
@@ -53,10 +40,3 @@ def _one_line_a_paragraph(docstring: str) -> str:
     return "\n\n".join(
         each.removeprefix("\b\n") if each.startswith("\b\n") else " ".join(each.split()) for each in paragraphs
     )
-
-
-def _new_name(word: str, own: set[str]) -> str:
-    name, equals, value = word.partition("=")
-    if name == "--json" and equals:
-        return f"--output={value}"
-    return f"--output{equals}{value}" if name in OLD_NAMES_OF_OUTPUT and name not in own else word

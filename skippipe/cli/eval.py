@@ -75,9 +75,9 @@ def evaluate(
     everything: Annotated[
         bool, part_option("Measure all 2^(S−1) subsets of S stages that keep stage 0.", None, "--all")
     ] = False,
-    losing: Annotated[
+    ablation: Annotated[
         bool,
-        part_option("Which stage costs most to lose, and in which order are stages best dropped?", None, "--losing"),
+        part_option("Which stage costs most to lose, and in which order are stages best dropped?", None, "--ablation"),
     ] = False,
     residual_scale: ResidualScaleOrBest = "plain",
     cut: Cut = None,
@@ -100,7 +100,7 @@ def evaluate(
     Subsets that begin alike share that work: all 32 of 6 stages cost as much as about 9 passes through the whole.
     Ctrl-C shows what was found until then.
 
-    Example: skippipe eval run --text classics-val --keep 2/3 --keep 1/2 --drive best
+    Example: skippipe eval run --text classics-val --keep 2/3 --keep 1/2 --residual-scale best
     """
     os.environ.setdefault("TQDM_DISABLE", "1")  # or transformers draws a bar for every folder that it loads
     files = [path for path in (output, png, html) if path]
@@ -118,7 +118,7 @@ def evaluate(
     place = locate_checkpoint(checkpoint)
     tokenizer = TextTokenizer.load(place)
     names = labels(text)
-    selection = Selection(stages or (), keep or (), draws, seed, everything, losing, residual_scale)
+    selection = Selection(stages or (), keep or (), draws, seed, everything, ablation, residual_scale)
     with count_progress() as progress:
         ids = [open_text(name, tokenizer, lambda what, share: progress(what, round(100 * share), 100)) for name in text]
         staged, *replicas = load_replicas(checkpoint, cut, device)
@@ -217,7 +217,7 @@ def score(
     likelihood per character, fairer to long answers. acc_mutual_info: the same by how much likelier the passage makes
     an answer, the first to rise above chance. perplexity: of the word to be said; lower is better.
 
-    Example: skippipe score run --text classics-val --keep 1 --keep 1/2 --drive scaled
+    Example: skippipe score run --text classics-val --keep 1 --keep 1/2 --residual-scale scaled
     """
     for name in ENVIRONMENT:
         os.environ.setdefault(name, "1")  # most are read when a library is imported
@@ -286,7 +286,7 @@ def _as_json(tasks: list[HarnessTask], found: Found) -> list[dict[str, Any]]:
     return [
         {
             "stages": list(subset.stages),
-            "drive": subset.residual_scale,
+            "residual_scale": subset.residual_scale,
             "tasks": {
                 task.name: {
                     "questions": len(task.items),

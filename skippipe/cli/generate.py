@@ -76,7 +76,7 @@ def generate(
         str | None,
         option(
             DRAFT,
-            "Stages that draft, as in 0,1, scaled by --drive; then all verify the drafted tokens in one "
+            "Stages that draft, as in 0,1, scaled by --residual-scale; then all verify the drafted tokens in one "
             "pass. The text stays the same. Fastest are those that the others go on from: 0,1 rather than 0,3. 'auto' "
             "tries some and picks.",
         ),
@@ -84,7 +84,7 @@ def generate(
     draft_tokens: Annotated[
         int | None, Range(1, 10**4), option(DRAFT, "Tokens of a draft.", "as many as pay, by how many were accepted")
     ] = None,
-    together: Annotated[int, Range(1, 10**4), work_option("Prompts that are worked on at a time.")] = 8,
+    batch_size: Annotated[int, Range(1, 10**4), work_option("Prompts that are worked on at a time.")] = 8,
     context: Annotated[
         int | None,
         CONTEXT,
@@ -105,7 +105,7 @@ def generate(
     \b
         skippipe generate austen "It is a truth" --keep 1/2
         skippipe generate run "It is a truth"
-        skippipe generate run "It is a truth" --keep 1/2 --drive scaled
+        skippipe generate run "It is a truth" --keep 1/2 --residual-scale scaled
         skippipe generate run "It is a truth" --draft auto --stats
         cat letter.txt | skippipe generate model/ - --cut 6 --stages 0,1,3,5
         skippipe generate run Emma Elinor --temperature 0 --stop "\\n\\n"
@@ -137,9 +137,9 @@ def generate(
     stops = tuple(text.replace("\\n", "\n") for text in stop or ())
     sampling = SamplingParams(temperature, top_k, top_p, seed)
     requests = [GenerationRequest(_tokens(staged, text), max_tokens, sampling, stops) for text in texts]
-    cache_tokens = min(together, len(requests)) * max(request.max_length(staged.context) for request in requests)
+    cache_tokens = min(batch_size, len(requests)) * max(request.max_length(staged.context) for request in requests)
     decoder = _decoder(staged, subset, cache_tokens, requests[0], draft, residual_scale, draft_tokens)
-    generator = GenerationEngine(staged, decoder, together)
+    generator = GenerationEngine(staged, decoder, batch_size)
     printer = _Printer(texts)
     try:
         generator.run(requests, printer.add)

@@ -271,7 +271,7 @@ def _show_timeline(plan: Plan, timeline: Timeline) -> None:
 
 def why(
     plan: PlanFile,
-    changes: Annotated[
+    suggestions: Annotated[
         int, Range(0, 10**6), typer.Option(help="List so many changes that help at most; 0: try none.")
     ] = 5,
     replanning: Annotated[
@@ -299,8 +299,8 @@ def why(
     from skippipe.planner.whatif.advisor import advise
     from skippipe.simulator import simulate
 
-    if not changes and not replanning:
-        raise UserError("--no-replanning: with --changes 0 none is tried: leave one out")
+    if not suggestions and not replanning:
+        raise UserError("--no-replanning: with --suggestions 0 none is tried: leave one out")
     found, timeline = simulated(plan)
     if found.workload.teacher:
         text = f"note: without the teacher's passes; with them an iteration takes {timeline.iteration_s:.3f} s"
@@ -309,7 +309,7 @@ def why(
         timeline = simulate(found, timeline.timing)
     path = critical_path(found, timeline)
     answer = None
-    if changes:
+    if suggestions:
         with interruptible() as stopped, plan_progress("why") as progress:
             answer = advise(found, timeline, replanning, progress, lambda: bool(stopped))
         if stopped:
@@ -320,11 +320,11 @@ def why(
             {**_cause(each.cause, names), "start_s": seconds(each.start_ns), "end_s": seconds(each.end_ns)}
             for each in path
         ]
-        print(json.dumps({**_figures(found, timeline, time_by_cause(path), answer, changes), "path": pieces}))
+        print(json.dumps({**_figures(found, timeline, time_by_cause(path), answer, suggestions), "path": pieces}))
         return
     print("\n".join(_words(found, timeline, time_by_cause(path))))
     if answer:
-        print("\n".join(["", *_advice_in_words(answer, changes)]))
+        print("\n".join(["", *_advice_in_words(answer, suggestions)]))
 
 
 def _s(ns: int) -> str:

@@ -101,7 +101,7 @@ def node(
         typer.Option(help="Where this machine keeps the model that is served, if elsewhere than the gateway."),
     ] = None,
     devices: NodeDevices = None,
-    patience: Annotated[
+    coordinator_timeout: Annotated[
         float,
         WAIT_S,
         typer.Option(help="Seconds to wait for the coordinator, before training and whenever it is gone."),
@@ -110,8 +110,8 @@ def node(
     """Join a run, or a gateway that serves, from another machine and work until it is over.
 
     With an invitation ('skippipe invite', where the coordinator is) it makes a key of its own, has it admitted and
-    keeps it, with the other options but --patience; from then on 'skippipe node' alone will do. Before it joins it
-    examines this machine in brief, as 'skippipe doctor' does.
+    keeps it, with the other options but --coordinator-timeout; from then on 'skippipe node' alone will do. Before it
+    joins it examines this machine in brief, as 'skippipe doctor' does.
 
     \b
         skippipe node --join 10.0.0.1:5555 --key berlin-1.key --listen 5556
@@ -133,7 +133,7 @@ def node(
     given = {"join": join, "listen": listen, "address": address, "devices": devices} | {
         name: None if path is None else str(path.absolute()) for name, path in folders.items()
     }
-    mine = _admitted(invitation, join, _key_path(key), patience)
+    mine = _admitted(invitation, join, _key_path(key), coordinator_timeout)
     chosen = _with_remembered(mine, _key_path(key), invitation, given)
     where = chosen.get("join", ",".join(mine.addresses))
     coordinator = _coordinator(mine, _key_path(key), where)
@@ -148,10 +148,10 @@ def node(
         data_folder=Path(chosen["tokens"]) if "tokens" in chosen else None,
         checkpoint=Path(chosen["checkpoint"]) if "checkpoint" in chosen else None,
         devices=here[2] or ALL_DEVICES,
-        coordinator_timeout=timedelta(seconds=patience),
+        coordinator_timeout=timedelta(seconds=coordinator_timeout),
     )
     machine = Examined(_key_path(key).parent, tuple(where.split(",")), mine.keys, coordinator, *here)
-    check_at_join(machine, patience, lambda line: print(line, file=sys.stderr))
+    check_at_join(machine, coordinator_timeout, lambda line: print(line, file=sys.stderr))
     agent = NodeAgent(agent_config, _all_roles())
     print(f"node '{mine.node}' joins {where}", file=sys.stderr)
     reason = agent.run()

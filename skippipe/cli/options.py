@@ -92,7 +92,6 @@ def _residual_scale_option(others: str) -> Any:
         "What the output of the stages that are left, other than stage 0, is multiplied by: plain (1, as trained), "
         f"scaled ((S−1)/(L−1), so that L stages add as much as all S), {others}",
         None,
-        "--drive",
         "--residual-scale",
     )
 

@@ -63,11 +63,11 @@ def plan(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan to this file.")] = None,
     strategy: StrategyName = "best",
     budget: Budget = 30,
-    changes: Annotated[
+    search_steps: Annotated[
         int | None,
         POSITIVE,
         search_option(
-            "End after so many changes tried, whatever time that takes: the same plan every time (best only).",
+            "End after so many moves tried, whatever time that takes: the same plan every time (best only).",
             "no limit",
         ),
     ] = None,
@@ -110,7 +110,7 @@ def plan(
         check_output(output, Path(cluster), overwrite=overwrite)
     if robust and strategy != "best":
         raise UserError(f"--robust chooses among plans of the strategy best, and {strategy} has one: leave one out")
-    for name, value in (("--changes", changes), ("--start", start)):
+    for name, value in (("--search-steps", search_steps), ("--start", start)):
         if value is not None and strategy != "best":
             raise UserError(f"{name} is for the strategy best, and {strategy} has no use for it: leave one out")
     if most_microbatches and (strategy != "best" or start):
@@ -128,8 +128,8 @@ def plan(
 
     request = PlanRequest(
         seed=seed,
-        budget_s=math.inf if changes else budget,
-        changes=changes or math.inf,
+        budget_s=math.inf if search_steps else budget,
+        changes=search_steps or math.inf,
         bound_s=BOUND_SHARE * budget,
         robust=robust,
         placement=placement,

@@ -34,7 +34,7 @@ def profile(
     local: Annotated[int | None, NODES, nodes_option("So many nodes, as processes of this machine.")] = None,
     keys: Keys = None,
     listen: Annotated[str | None, nodes_option("host:port where nodes join.", "[::]:5555")] = None,
-    patience: Annotated[
+    join_timeout: Annotated[
         float | None,
         Range(1, WAIT_S.most),
         nodes_option("Seconds to wait for nodes that join; then it goes on without them.", "600"),
@@ -69,13 +69,13 @@ def profile(
         str | None, workload_option("A preset, a Hugging Face config.json, or its folder.", "llama-1.5b")
     ] = None,
     sequence: Annotated[int | None, SEQUENCE, workload_option("Tokens of a sample.", "4096")] = None,
-    samples: Annotated[int | None, SAMPLES, workload_option("Of a microbatch.", "2")] = None,
+    samples: Annotated[int | None, SAMPLES, workload_option("Samples of a microbatch.", "2")] = None,
     checkpointing: Annotated[
         bool, workload_option("Recompute activations in the backward pass.", None, "--checkpointing")
     ] = False,
     device: Annotated[str | None, work_option("cpu, cuda or cuda:N.", "cpu")] = None,
     dtype: Annotated[Literal["fp32", "bf16"] | None, work_option("What layers compute in.", "fp32")] = None,
-    threads: Annotated[int | None, THREADS, work_option("Of a node.", "1")] = None,
+    threads: Annotated[int | None, THREADS, work_option("Threads of a node.", "1")] = None,
     transfer: Annotated[
         float, Range(0.01, 10), work_option("Seconds that a transfer takes: longer is more exact.")
     ] = 0.25,
@@ -104,7 +104,7 @@ def profile(
     Example: skippipe profile --local 4 --model llama-tiny --sequence 128 -o cluster.json
     """
     check_writable(output)
-    for name, value in (("--listen", listen), ("--patience", patience)):
+    for name, value in (("--listen", listen), ("--join-timeout", join_timeout)):
         if local is not None and value is not None:
             raise UserError(f"{name}: is for nodes that join, and --local starts them here: leave one out")
     from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
@@ -159,7 +159,7 @@ def profile(
             launcher,
             cast("ProfilingCallback", console),
             listen=where,
-            deadlines=ProfilingDeadlines(joining=timedelta(seconds=patience or 600)),
+            deadlines=ProfilingDeadlines(joining=timedelta(seconds=join_timeout or 600)),
             stopped=lambda: bool(stopped),
         )
     console.close()

@@ -77,7 +77,7 @@ def serve(
     threads: Annotated[int, THREADS, work_option("Threads of a node.")] = 1,
     logs: Annotated[Path | None, nodes_option("Folder for the logs of nodes on this machine.", "not kept")] = None,
     cut: Cut = None,
-    floor: Annotated[
+    min_coverage: Annotated[
         str,
         part_option(
             "Share of the stages (1/2, 50%) below which nothing is answered (503).", "0: stage 0 alone will do"
@@ -94,9 +94,11 @@ def serve(
         float, Range(1, WAIT_S.most), option(LIMITS, "Seconds in which an answer has to be complete.")
     ] = 600,
     requests_a_minute: Annotated[int, Range(1, 10**6), option(LIMITS, "Requests a minute with one token.")] = 600,
-    at_once: Annotated[int, Range(1, 10**6), option(LIMITS, "Concurrent requests with one token.")] = 64,
+    max_concurrent: Annotated[int, Range(1, 10**6), option(LIMITS, "Concurrent requests with one token.")] = 64,
     queue: Annotated[int, Range(1, 10**6), option(LIMITS, "Answers that may wait for a place; beyond: 503.")] = 256,
-    patience: Annotated[float, WAIT_S, option(LIMITS, "Seconds that requests wait for lost stages before 503.")] = 30,
+    wait_timeout: Annotated[
+        float, WAIT_S, option(LIMITS, "Seconds that requests wait for lost stages before 503.")
+    ] = 30,
     grace: Annotated[
         float,
         Range(0, WAIT_S.most),
@@ -124,7 +126,7 @@ def serve(
 
     \b
         skippipe serve run
-        skippipe serve model/ --cut 4 --nodes 8 --floor 1/2
+        skippipe serve model/ --cut 4 --nodes 8 --min-coverage 1/2
         skippipe serve model/ --cut 4 --keys keys/ --cluster cluster.json --host 0.0.0.0 --token-file tokens
 
     Example: skippipe serve run --port 8000
@@ -157,12 +159,12 @@ def serve(
         answer_timeout=timedelta(seconds=timeout),
         max_tokens=max_tokens,
         requests_per_minute=requests_a_minute,
-        max_concurrent=at_once,
+        max_concurrent=max_concurrent,
     )
     gateway = ServingSettings(
         max_waiting=queue,
-        min_coverage=_floor(floor),
-        wait_timeout=timedelta(seconds=patience),
+        min_coverage=_coverage(min_coverage),
+        wait_timeout=timedelta(seconds=wait_timeout),
         grace=timedelta(seconds=grace),
     )
     known = cluster_named(cluster)[0] if cluster else None
@@ -237,12 +239,12 @@ def _tokens(file: Path | None) -> tuple[str, ...]:
     return (*found, given) if given else found
 
 
-def _floor(text: str) -> Fraction:
+def _coverage(text: str) -> Fraction:
     from skippipe.skip_schedule import parse_share
 
     if text.strip() in ("1", "100%"):
         return Fraction(1)
-    return parse_share(text, "--floor")
+    return parse_share(text, "--min-coverage")
 
 
 def _names(cluster: Cluster | None, keys: Path | None) -> list[str] | None:

@@ -365,7 +365,8 @@ def heal(
         Path, typer.Option("--output", "-o", help="Folder for the healed model: a copy, and bridges.safetensors.")
     ],
     held_out: Annotated[
-        str | None, work_option("Text to measure on, likewise.", "a part of --data, which is then not learned from")
+        str | None,
+        work_option("Text to measure on, as --data takes it.", "a part of --data, which is then not learned from"),
     ] = None,
     cut: Cut = None,
     rank: Annotated[
@@ -379,7 +380,7 @@ def heal(
     bridges: Annotated[
         int | None,
         Range(0, 100_000),
-        part_option("Rank of the bridges past missing stages; 0: none.", "likewise, up to 128"),
+        part_option("Rank of the bridges past missing stages; 0: none.", "as for --rank, but up to 128"),
     ] = None,
     repeats: Annotated[
         int | None,

@@ -30,8 +30,13 @@ SLOW_FOR = 1  # iterations for which a node that was waited for is shown as slow
 
 FileSource = Literal["plan", "metrics", "events", "trace"]
 SOURCES: tuple[FileSource, ...] = get_args(FileSource)
-NodeStatus = Literal["lost", "here", "learning"]
-STATUS_OF_EVENT: dict[str, NodeStatus | None] = {"gone": "lost", "joined": "here", "learning": "learning", "able": None}
+NodeStatus = Literal["lost", "here", "recovering"]
+STATUS_OF_EVENT: dict[str, NodeStatus | None] = {
+    "lost": "lost",
+    "joined": "here",
+    "recovering": "recovering",
+    "recovered": None,
+}
 """Kind of event → the status of its node; None: as the plan has it."""
 MOST_POINTS = 300  # of a curve; more cannot be told apart on a screen
 MOST_LINKS = 5000  # of a map; those with the fewest bytes are left out
@@ -47,7 +52,7 @@ class RunState:
 
     plan: Plan | None = None
     """The plan in use."""
-    learning: frozenset[str] = frozenset()
+    recovering: frozenset[str] = frozenset()
     """Nodes of the plan that are still receiving the state of their stage."""
     done: bool | None = None
     """The run has ended in order, by its journal; None: it has none."""
@@ -168,7 +173,7 @@ class RunFollower:
         state = self.state
         state.events.append(event)
         state.events_total += 1
-        if event.kind == "recovered":
+        if event.kind == "coordinator-restarted":
             state.status = {}
         if event.kind == "slow" and event.node:
             state.slow[event.node] = event.iteration
@@ -194,7 +199,7 @@ class RunFollower:
         last, state.done = (self._wal.last, self._wal.done) if ours else (None, None)
         if (last, state.done) != before:
             if last is not None and last is not before[0]:
-                self._set_plan(last.get("plan"), records.as_list(last.get("learning")), "journal")
+                self._set_plan(last.get("plan"), records.as_list(last.get("recovering")), "journal")
             state.versions["plan"] += 1
         return new.more
 
@@ -215,7 +220,7 @@ class RunFollower:
         self.state.unread["plan.json"] = 0
         self._set_plan(parse_object(content), [], "plan.json")
 
-    def _set_plan(self, plan: Any, learning: list[Any], source: str) -> None:
+    def _set_plan(self, plan: Any, recovering: list[Any], source: str) -> None:
         state = self.state
         try:
             state.plan = Plan.from_json(plan)
@@ -223,8 +228,8 @@ class RunFollower:
             state.unread[source] += 1  # the last one that could be read is shown
         else:
             nodes = state.plan.cluster.nodes
-            numbers = [records.as_count(each) for each in learning]
-            state.learning = frozenset(nodes[each].name for each in numbers if each is not None and each < len(nodes))
+            numbers = [records.as_count(each) for each in recovering]
+            state.recovering = frozenset(nodes[each].name for each in numbers if each is not None and each < len(nodes))
         state.versions["plan"] += 1
 
     def _read_checkpoints(self) -> None:
@@ -347,14 +352,14 @@ def map_panel(state: RunState, _folder: Path) -> Panel:
 
 
 def _status(state: RunState, name: str, planned: bool) -> str:
-    """lost, here (has joined and waits for a stage), learning, slow, works, or spare (it never joined)."""
+    """lost, here (has joined and waits for a stage), recovering, slow, works, or spare (it never joined)."""
     known = state.status.get(name)
     if known is not None:
         return known
     if not planned:
         return "spare"
-    if name in state.learning:
-        return "learning"
+    if name in state.recovering:
+        return "recovering"
     return "slow" if name in state.slow else "works"
 
 

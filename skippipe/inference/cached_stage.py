@@ -26,7 +26,7 @@ from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.model.model_spec import MASKS
 from skippipe.model.stage import StageModel
 from skippipe.model.stand_ins import Repeated
-from skippipe.stage_subset import Hop, Visits
+from skippipe.stage_subset import StageHop, Visits
 
 MIN_ROOM = 64  # tokens of a slot, at first
 Value = TypeVar("Value")
@@ -282,7 +282,9 @@ class CachedStage:
         self._rotations: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()
-    def forward(self, hidden: Tensor, rows: BatchRows, residual_scale: float = 1.0, hop: Hop | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rows: BatchRows, residual_scale: float = 1.0, hop: StageHop | None = None
+    ) -> Tensor:
         """What the stage hands on; what it adds to the residual stream is multiplied by `residual_scale`. `hop`: where
         it goes, if stages are missing."""
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
@@ -304,7 +306,7 @@ class CachedStage:
         hidden: Tensor,
         output: Tensor,
         residual_scale: float,
-        hop: Hop | None,
+        hop: StageHop | None,
         repeated: Repeated | None = None,
     ) -> Tensor:
         """What the stage hands on, from its input and the output of its layers; `repeated`: as `StageModel.cross`."""
@@ -353,7 +355,7 @@ class StageChain:
         visits: Visits,
         residual_scale: float,
         max_tokens: int,
-        hops: Mapping[int, Hop] | None = None,
+        hops: Mapping[int, StageHop] | None = None,
     ) -> None:
         """`hops` from these stages, if others are missing."""
         self.visits = visits
@@ -366,7 +368,7 @@ class StageChain:
             hidden = stage.forward(hidden, rows, *self.way_on(number))
         return hidden
 
-    def way_on(self, number: int) -> tuple[float, Hop | None]:
+    def way_on(self, number: int) -> tuple[float, StageHop | None]:
         """How much a stage adds, and where the path goes on from it, if not to the next one."""
         return self.residual_scale if number else 1.0, self._hops.get(number)
 

@@ -155,7 +155,9 @@ def _check_finite(found: Tensor) -> tuple[list[int], list[float]]:
     """Tokens, and their probabilities if given, in one transfer from the device; UserError if a logit is not finite."""
     highest, chosen, *probabilities = found.tolist()
     if not all(map(math.isfinite, highest)):
-        raise UserError("the model computes values that are not finite: it is damaged, or --drive too strong for it")
+        raise UserError(
+            "the model computes values that are not finite: it is damaged, or --residual-scale too strong for it"
+        )
     return [int(token) for token in chosen], probabilities[0] if probabilities else []
 
 

@@ -30,7 +30,7 @@ from skippipe.inference.request import Generation
 from skippipe.inference.sampler import TokenReader, choose
 from skippipe.jit import keep_compiled_forms
 from skippipe.model.stage import StageModel
-from skippipe.stage_subset import Hop, StageSubset
+from skippipe.stage_subset import StageHop, StageSubset
 
 LEAST_ROOM = 256  # tokens of a slot: each other room is another graph
 LEAST_TOKENS = 8192  # of all slots together: rooms and batches are rounded up
@@ -367,7 +367,9 @@ class StaticStage(CachedStage):
         self._shape = 0, 0
 
     @torch.inference_mode()
-    def forward(self, hidden: Tensor, rows: BatchRows, residual_scale: float = 1.0, hop: Hop | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rows: BatchRows, residual_scale: float = 1.0, hop: StageHop | None = None
+    ) -> Tensor:
         if self._layers is None or not rows.single or any(each is None for each in self.cache.stores):
             return super().forward(hidden, rows, residual_scale, hop)
         self.cache.reserve(max(rows.slots) + 1, rows.end)
@@ -397,7 +399,7 @@ class StageStaticStep:
         batch: int,
         like: Tensor,
         residual_scale: float,
-        hop: Hop | None,
+        hop: StageHop | None,
     ) -> None:
         self._stage, self._runner, self._layers = stage, runner, layers
         self._way_on = residual_scale, hop

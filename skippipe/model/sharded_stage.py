@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams, layout, mean_squared_norm
-from skippipe.model.stage_step import EarlyExit, Key, Lesson, StageStep, input_gradient
+from skippipe.model.stage_step import EarlyExit, Key, StageStep, TeacherHidden, input_gradient
 from skippipe.model.stand_ins import is_bridge
 from skippipe.optim.interface import BLOCK, HOST_PIECE, Optimizer, ParamSlot
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 
 
 class Segment(NamedTuple):
@@ -200,7 +200,7 @@ class ShardedStep:
         self._passages: dict[Key, Passage] = {}
         self._exits: dict[Key, EarlyExit] = {}
 
-    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, hop: Hop | None = None) -> Tensor:
+    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, hop: StageHop | None = None) -> Tensor:
         outputs = self._through(key, self.parts[0].begin(key, tokens, starts), starts, 1)
         bridged = self._pass(key, outputs, 1.0, hop)
         self._exit_early(key)
@@ -212,7 +212,7 @@ class ShardedStep:
         hidden: Tensor,
         residual_scale: float = 1.0,
         starts: Tensor | None = None,
-        hop: Hop | None = None,
+        hop: StageHop | None = None,
     ) -> Tensor:
         outputs = self._through(key, hidden, starts, 0)
         if residual_scale != 1.0:
@@ -228,16 +228,16 @@ class ShardedStep:
         early: float = 0.0,
         share: float = 1.0,
         counts: bool = True,
-        lesson: Lesson | None = None,
+        teacher: TeacherHidden | None = None,
     ) -> tuple[Tensor, Tensor]:
-        loss, back = self.parts[0].head(key, hidden, labels, share=share, counts=counts, lesson=lesson)
+        loss, back = self.parts[0].head(key, hidden, labels, share=share, counts=counts, teacher=teacher)
         if early:
             self._exits[key] = EarlyExit(labels, early * share, counts)
             self._exit_early(key)
         return loss, back
 
     def backward(
-        self, key: Key, gradient: Tensor, *, counts: bool = True, lesson: Lesson | None = None
+        self, key: Key, gradient: Tensor, *, counts: bool = True, teacher: TeacherHidden | None = None
     ) -> Tensor | None:
         passage = self._passages.pop(key)
         if passage.bridged is not None:
@@ -251,8 +251,8 @@ class ShardedStep:
         back = gradient * passage.scale
         for part in reversed(self.parts):
             assert back is not None
-            first = lesson if part is self.parts[0] else None
-            back = part.backward(key, back.to(part.device), counts=counts, lesson=first)
+            first = teacher if part is self.parts[0] else None
+            back = part.backward(key, back.to(part.device), counts=counts, teacher=first)
         if back is not None and passage.scale != 1.0:  # the rest goes past the layers
             back = back + (1 - passage.scale) * gradient.to(back.device)
         return back
@@ -286,7 +286,7 @@ class ShardedStep:
             hidden = part.forward(key, hidden.to(part.device), starts=_moved(starts, part.device))
         return hidden
 
-    def _pass(self, key: Key, outputs: Tensor, scale: float, hop: Hop | None) -> Tensor:
+    def _pass(self, key: Key, outputs: Tensor, scale: float, hop: StageHop | None) -> Tensor:
         """What goes on from the stage: over a bridge, if the path leads past other stages."""
         last, leaf = self.parts[-1], outputs.detach().requires_grad_()
         with last.autocast():

@@ -25,7 +25,7 @@ from skippipe.model.stand_ins import (
     is_stand_in,
     trained_stand_ins,
 )
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 
 
 class StageModel(nn.Module):
@@ -85,12 +85,12 @@ class StageModel(nn.Module):
     def adapters(self) -> StageAdapters | None:
         return None if self.stand_ins is None else self.stand_ins.adapters
 
-    def set_hop(self, hop: Hop | None) -> None:
+    def set_hop(self, hop: StageHop | None) -> None:
         """How the path of the next forward passes goes on from here; None: no stage is missing."""
         if self.stand_ins is not None:
             self.stand_ins.set_hop(hop)
 
-    def cross(self, hidden: Tensor, hop: Hop | None, repeated: Repeated | None = None) -> Tensor:
+    def cross(self, hidden: Tensor, hop: StageHop | None, repeated: Repeated | None = None) -> Tensor:
         """What reaches the stage that the hop leads to: after the stage has taken the place of others, and over a
         bridge, if there is one. `repeated`: what the layers make of hidden states in such a turn; by default of all of
         a sequence at once."""
@@ -110,19 +110,19 @@ class StageModel(nn.Module):
             return functional.cross_entropy(values, wanted)
         return functional.cross_entropy(values, wanted, reduction="sum") / counted
 
-    def taught_loss(
-        self, hidden: Tensor, labels: Tensor, lesson: Tensor, share: float, counted: Tensor | None = None
+    def distilled_loss(
+        self, hidden: Tensor, labels: Tensor, teacher: Tensor, distill: float, counted: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The loss of which such a `share` comes from what a teacher says, and that of the text alone; `lesson` are the
-        teacher's hidden states before the final norm. For the rest as `loss`."""
+        """The loss of which the share `distill` comes from what a teacher predicts, and that of the text alone;
+        `teacher` are its hidden states before the final norm. For the rest as `loss`."""
         assert self.norm is not None and self.head is not None, "only stage 0 has the head"
         with torch.no_grad():
-            target = self.head(self.norm(lesson)).flatten(0, -2).float().softmax(-1)
+            target = self.head(self.norm(teacher)).flatten(0, -2).float().softmax(-1)
         logits, wanted = self.head(self.norm(hidden)).flatten(0, -2).float(), labels.flatten()
         count = (wanted >= 0).sum() if counted is None else counted
         of_text = functional.cross_entropy(logits, wanted, reduction="sum") / count
         more = torch.where(wanted >= 0, distillation(logits, wanted.clamp(min=0), target), 0.0).sum() / count
-        return of_text + share * more, of_text.detach()
+        return of_text + distill * more, of_text.detach()
 
     def balance(self) -> Tensor | None:
         """The weighted balancing loss of the forward pass that just ended; None for dense layers.
@@ -223,14 +223,13 @@ class StageModel(nn.Module):
 
 
 def distillation(logits: Tensor, labels: Tensor, target: Tensor) -> Tensor:
-    """What the loss of each token becomes more by when the next one is taken from a teacher, which holds each for so
-    probable as the `target` says, instead of the text."""
+    """Of each token: the cross entropy against the teacher's probabilities, `target`, minus that against the labels."""
     of_labels = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     return of_labels - (target * logits).sum(-1)  # the logarithms of both sums are the same
 
 
 def hidden_distances(hidden: Tensor, teacher: Tensor) -> Tensor:
-    """Of each sample: the mean square of the difference, as norms make it of any size."""
+    """Of each sample: the mean square of the difference, when both are divided by their root mean square."""
     width = hidden.shape[-1:]
     one, other = (functional.rms_norm(each.float(), width, eps=EPSILON) for each in (hidden, teacher))
     distances: Tensor = (one - other).square().mean((1, 2))

@@ -34,7 +34,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, hidden_distances
 from skippipe.model.stand_ins import LinearAdapter, StagePlace
 from skippipe.optim.config import OptimConfig
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 from skippipe.workload import head_pieces
 
 DeferredGradients = list[tuple[Tensor, Tensor, Tensor]]
@@ -130,22 +130,23 @@ class EarlyExit(NamedTuple):
     counts: bool
 
 
-class Lesson(NamedTuple):
-    """What the whole model has made of a microbatch that leaves stages out, as far as the stage, or before the head."""
+class TeacherHidden(NamedTuple):
+    """Hidden states of the whole model for a microbatch that leaves stages out: those that the stage gets, or the
+    head."""
 
     hidden: Tensor
-    share: float
-    """How much of the loss comes from what it says, instead of the text."""
-    distance: float = 0.0
+    distill: float
+    """Share of the loss that comes from the whole model's predictions; the rest comes from the text."""
+    distance_weight: float = 0.0
     """Weight of the distance of the microbatch's own hidden states from these, which is added to the loss."""
 
-    def pull(self, hidden: Tensor) -> Tensor | float:
+    def distance_gradient(self, hidden: Tensor) -> Tensor | float:
         """The gradient of that distance with respect to the microbatch's hidden states."""
-        if not self.distance:
+        if not self.distance_weight:
             return 0.0
         with torch.enable_grad():
             leaf = hidden.detach().float().requires_grad_()
-            return torch.autograd.grad(self.distance * hidden_distances(leaf, self.hidden).mean(), leaf)[0]
+            return torch.autograd.grad(self.distance_weight * hidden_distances(leaf, self.hidden).mean(), leaf)[0]
 
 
 class StageStep:
@@ -186,12 +187,12 @@ class StageStep:
         if self._low_precision:
             self._copies = WeightCopies(self.weights, self._linear_weights(recompute), torch.bfloat16)
         self._loss: Callable[..., Tensor] = self.model.loss
-        self._taught_loss: Callable[..., tuple[Tensor, Tensor]] = self.model.taught_loss
+        self._distilled_loss: Callable[..., tuple[Tensor, Tensor]] = self.model.distilled_loss
         if compiled:
             self._compile()
         self._split = split_backward
 
-    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, hop: Hop | None = None) -> Tensor:
+    def begin(self, key: Key, tokens: Tensor, starts: Tensor | None = None, hop: StageHop | None = None) -> Tensor:
         """The forward pass at the data node. Like any other, it replaces an earlier one of the same microbatch."""
         with self.autocast():
             outputs = self._forward(key, self._rounded(self.model.embed(tokens)), starts=starts, hop=hop)
@@ -204,7 +205,7 @@ class StageStep:
         hidden: Tensor,
         residual_scale: float = 1.0,
         starts: Tensor | None = None,
-        hop: Hop | None = None,
+        hop: StageHop | None = None,
     ) -> Tensor:
         """The forward pass of the stage, whose contribution to the residual stream is multiplied by this scale.
 
@@ -222,27 +223,27 @@ class StageStep:
         early: float = 0.0,
         share: float = 1.0,
         counts: bool = True,
-        lesson: Lesson | None = None,
+        teacher: TeacherHidden | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The loss times the `share` of the microbatch in the iteration, and its gradient with respect to the inputs.
 
         `early` is the weight of a second loss, of this stage's own outputs for the microbatch. Its gradient joins the
-        other one at the backward pass. With a `lesson` the gradient is that of what is taught, too; the loss is that of
-        the text in any case.
+        other one at the backward pass. With a `teacher` the gradient is that of distillation; the loss is that of the
+        text in any case.
         """
-        loss, back = self._head(hidden, labels, share, counts, lesson)
+        loss, back = self._head(hidden, labels, share, counts, teacher)
         if early:
             self._exits[key] = EarlyExit(labels, early * share, counts)
             self._exit_early(key)
-        if lesson is not None:
-            back = back + lesson.pull(hidden)
+        if teacher is not None:
+            back = back + teacher.distance_gradient(hidden)
         return loss * share, back
 
     def backward(
-        self, key: Key, gradient: Tensor, *, counts: bool = True, lesson: Lesson | None = None
+        self, key: Key, gradient: Tensor, *, counts: bool = True, teacher: TeacherHidden | None = None
     ) -> Tensor | None:
-        """The gradient for the node before; None at the data node, where the microbatch began. A `lesson` adds that of
-        the distance between the stage's inputs and those of the teacher."""
+        """The gradient for the node before; None at the data node, where the microbatch began. A `teacher` adds that
+        of the distance between the stage's inputs and those of the teacher."""
         held = self.held.pop(key)
         counts = counts and key not in self.deferred  # or it came before, and counts when what was deferred is added
         roots, gradients = [held.outputs if held.crossed is None else held.crossed], [gradient]
@@ -262,7 +263,7 @@ class StageStep:
         self._deferred_now.clear()
         if back is None:
             return None
-        return back.float() if lesson is None else back.float() + lesson.pull(held.inputs)
+        return back.float() if teacher is None else back.float() + teacher.distance_gradient(held.inputs)
 
     def weight_gradients(self, key: Key, *, counts: bool = True) -> None:
         """Add the weight gradients that a split backward has deferred; one that did not count has deferred none."""
@@ -308,7 +309,7 @@ class StageStep:
         inputs: Tensor,
         residual_scale: float = 1.0,
         starts: Tensor | None = None,
-        hop: Hop | None = None,
+        hop: StageHop | None = None,
     ) -> Tensor:
         self.held.pop(key, None)  # before the new one takes its memory; what was deferred is due all the same
         self._refresh_copies()
@@ -325,20 +326,20 @@ class StageStep:
         return crossed.detach()
 
     def _head(
-        self, hidden: Tensor, labels: Tensor, weight: float, counts: bool, lesson: Lesson | None = None
+        self, hidden: Tensor, labels: Tensor, weight: float, counts: bool, teacher: TeacherHidden | None = None
     ) -> tuple[Tensor, Tensor]:
         self._refresh_copies()
         pieces = self._pieces(hidden, labels)
-        lessons = [] if lesson is None else lesson.hidden.view_as(hidden).flatten(0, -2).chunk(len(pieces))
+        taught = [] if teacher is None else teacher.hidden.view_as(hidden).flatten(0, -2).chunk(len(pieces))
         losses, backs = [], []
         for number, (given, wanted, *counted) in enumerate(pieces):
             inputs = given.detach().requires_grad_()
             with self.autocast():
-                if lesson is None:
+                if teacher is None:
                     loss = of_text = self._loss(inputs, wanted, *counted)
                 else:
-                    taught = lessons[number].view_as(given), lesson.share
-                    loss, of_text = self._taught_loss(inputs, wanted, *taught, *counted)
+                    target = taught[number].view_as(given)
+                    loss, of_text = self._distilled_loss(inputs, wanted, target, teacher.distill, *counted)
             back = input_gradient(inputs, [loss], [torch.full_like(loss, weight)], counts)
             assert back is not None
             losses.append(of_text.detach())
@@ -391,7 +392,7 @@ class StageStep:
             layer.compile(dynamic=False)
         if self.model.head is not None:
             self._loss = torch.compile(self.model.loss, dynamic=False)
-            self._taught_loss = torch.compile(self.model.taught_loss, dynamic=False)
+            self._distilled_loss = torch.compile(self.model.distilled_loss, dynamic=False)
 
     def autocast(self) -> Any:
         device = torch.device(self.device).type  # its cache would keep the copies of a whole stage, each used once

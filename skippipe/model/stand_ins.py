@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim import OPTIMIZERS
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 
 BRIDGE, ADAPTER = "bridges.", "adapters."  # how the names of their weights begin
 STATES = {each.name for optimizer in OPTIMIZERS.values() for each in optimizer.state_tensors}
@@ -264,14 +264,14 @@ class StandIns(nn.Module):
         self.bridges = bridges
         self.adapters = adapters
         self._stages, self._hop_rank = stages, hop_rank
-        self._scales: dict[Hop | None, Tensor | None] = {None: None}
+        self._scales: dict[StageHop | None, Tensor | None] = {None: None}
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter]]:
         for each in (self.bridges, self.adapters):
             if each is not None:
                 yield from each.named_weights()
 
-    def set_hop(self, hop: Hop | None) -> None:
+    def set_hop(self, hop: StageHop | None) -> None:
         if self.adapters is None:
             return
         if hop not in self._scales:
@@ -281,7 +281,7 @@ class StandIns(nn.Module):
             self._scales[hop] = adapter_scale(missing, left_out, self._stages, self.adapters.rank, self._hop_rank)
         self.adapters.scale = self._scales[hop]
 
-    def cross(self, hidden: Tensor, hop: Hop, repeated: Repeated, *, recompute: bool = False) -> Tensor:
+    def cross(self, hidden: Tensor, hop: StageHop, repeated: Repeated, *, recompute: bool = False) -> Tensor:
         if self.adapters is not None:
             for turn in range(1, min(self.adapters.repeats, hop.left_out) + 1):
                 hidden = self.adapters.repeat(turn, hidden, repeated)

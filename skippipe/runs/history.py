@@ -103,9 +103,9 @@ class RunHistory:
         """Outages of nodes, in the order in which they happened."""
         found = []
         for place, event in enumerate(self.events):
-            if event.kind == "gone":
+            if event.kind == "lost":
                 later = list(self.events[place + 1 :])
-                again = [at for at, each in enumerate(later) if each.kind == "gone" and each.node == event.node]
+                again = [at for at, each in enumerate(later) if each.kind == "lost" and each.node == event.node]
                 del later[again[0] + 1 if again else len(later) :]  # until it is lost again
                 outage = (event.node, event.iteration, event.time, event.text, _response(later, event))
                 found.append(NodeOutage(*outage, _end(later, event, self)))
@@ -341,13 +341,13 @@ def _response(later: Sequence[EventRecord], outage: EventRecord) -> str:
 
 def _end(later: Sequence[EventRecord], outage: EventRecord, history: RunHistory) -> str:
     mine = {event.kind: event for event in reversed(later) if event.node == outage.node}  # the first of each kind
-    if "able" in mine:
-        return f"back at work from iteration {mine['able'].iteration + 2} on"
-    if any(event.kind == "recovered" for event in later):
+    if "recovered" in mine:
+        return f"back at work from iteration {mine['recovered'].iteration + 2} on"
+    if any(event.kind == "coordinator-restarted" for event in later):
         return "membership began anew when the coordinator was restarted"
-    if "gone" in mine:
-        return f"came back, and was lost again in iteration {mine['gone'].iteration + 1}"
-    came = mine.get("joined") or mine.get("learning")
+    if "lost" in mine:
+        return f"came back, and was lost again in iteration {mine['lost'].iteration + 1}"
+    came = mine.get("joined") or mine.get("recovering")
     if came is not None:
         return f"came back in iteration {came.iteration + 1}; no event says that it got microbatches"
     if history.last_sent.get(outage.node, -1) > outage.iteration:

@@ -3,7 +3,7 @@
 Text, to be read with `less`: a line that says what this is, then one line for every record.
 
     skippipe-journal 1
-    1f3870be 27 {"say": "hired", "node": 3}        CRC-32 of the JSON, its length in bytes, the JSON (ASCII)
+    2f0b2a92 27 {"commit": 7, "rate": 0.01}        CRC-32 of the JSON, its length in bytes, the JSON (ASCII)
 
 Only the record that was being written when the coordinator died can be damaged by that, and nothing stands behind it:
 such a torn tail is cut off when the file is opened. A damaged line with a valid one behind it is no torn tail: the file

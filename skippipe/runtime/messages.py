@@ -310,14 +310,15 @@ class Recover(ControlMessage, frozen=True):
     assignment: Count
 
 
-class Snapshot(ControlMessage, frozen=True):
-    """To a data node: copy the parameters that only stage 0 holds, after the step that was committed last."""
+class MakeBackup(ControlMessage, frozen=True):
+    """To a data node: copy embedding, final norm and head, which only stage 0 holds, after the step that was committed
+    last."""
 
     iterations: Count
 
 
-class Backup(ControlMessage, frozen=True):
-    """To a node of another stage: fetch this copy of stage 0's ends during training, and keep it."""
+class FetchBackup(ControlMessage, frozen=True):
+    """To a node of another stage: fetch this copy of embedding, final norm and head during training, and keep it."""
 
     source: Count
     iterations: Count
@@ -360,17 +361,17 @@ class NewPlan(ControlMessage, frozen=True):
 
 
 class Commit(ControlMessage, frozen=True):
-    """Take the optimizer step, then go on with the next iteration, unless this was the last."""
+    """Take the optimizer step, then begin the next iteration, or wait if it says so."""
 
     iteration: Count
     rate: float
     scale: float
     """Factor of the gradient; 0: no step, because the gradient is not finite."""
-    last: bool
+    wait: bool = False
     """The node waits after the step."""
-    kept: bool
+    snapshot: bool = False
     """The node copies its state after the step, for a checkpoint; also if it has taken that step before."""
-    recorded: bool
+    recorded: bool = False
     """The node reports every task of the next iteration."""
 
 
@@ -389,7 +390,7 @@ class GatherState(ControlMessage, frozen=True):
     """Send one piece of the stage's state; the next is requested when it has come, so that no queue fills up."""
 
     piece: Count
-    kept: bool
+    from_snapshot: bool
     """A piece of the copy that was made for a checkpoint, with the optimizer's state, instead of the weights."""
     collection: Count
     """The number of this gathering; the piece carries it."""

@@ -109,17 +109,17 @@ class NodeConfig:
 
     @classmethod
     def from_json(cls, value: Any) -> NodeConfig:
-        fields = Fields(value, "brief", of=cls)
+        fields = Fields(value, "node_config", of=cls)
         config = fields.take("config")
         if not isinstance(config, dict):
-            raise UserError("brief.config: expected an object")
+            raise UserError("node_config.config: expected an object")
         held_out = fields.take("held_out")
         nested: dict[str, Any] = {
             "plan": Plan.from_json(fields.take("plan")),
-            "learning": from_table(OptimConfig, fields.take("learning"), "brief.learning"),
-            "recipe": from_table(SkipSchedule, fields.take("recipe"), "brief.recipe"),
-            "held_out": from_table(HeldOut, held_out, "brief.held_out") if held_out is not None else None,
-            "lora": from_table(LoraConfig, fields.take("lora"), "brief.lora"),
+            "learning": from_table(OptimConfig, fields.take("learning"), "node_config.learning"),
+            "recipe": from_table(SkipSchedule, fields.take("recipe"), "node_config.recipe"),
+            "held_out": from_table(HeldOut, held_out, "node_config.held_out") if held_out is not None else None,
+            "lora": from_table(LoraConfig, fields.take("lora"), "node_config.lora"),
         }
         node_config = cls(config=config, **nested, **fields.values())
         fields.close()

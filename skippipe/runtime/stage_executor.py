@@ -24,7 +24,7 @@ from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.sharded_stage import ShardedStep
-from skippipe.model.stage_step import Lesson, StageStep
+from skippipe.model.stage_step import StageStep, TeacherHidden
 from skippipe.model.stand_ins import is_bridge
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.device_copies import Copies, copies_of
@@ -124,7 +124,7 @@ class StageExecutor:
             case ops.OptimizerStep():
                 return self._step(work.rate, work.scale)
             case ops.ReadWeights():
-                return self._read_weights(work.piece, kept=work.kept)
+                return self._read_weights(work.piece, from_snapshot=work.from_snapshot)
             case ops.SnapshotState():
                 return self._take_snapshot()
             case ops.PlanTransfer():
@@ -133,7 +133,7 @@ class StageExecutor:
                 return self._read_state(work.first, work.count, work.backup)
             case ops.WriteState():
                 return self._write_state(work.part, work.given, work.digest)
-            case ops.CopyEnds():
+            case ops.CopyBackup():
                 ends = embedding_slots(self.tasks.weights.slots)
                 self._backup = (
                     work.iterations,
@@ -228,17 +228,17 @@ class StageExecutor:
                 at += count
         return found
 
-    def _read_weights(self, piece: int, *, kept: bool) -> EncodedTensor | None:
-        """A chunk of the snapshot if it was `kept` for a checkpoint, else of the weights as they are; None after the
-        last one, and then the snapshot is freed."""
+    def _read_weights(self, piece: int, *, from_snapshot: bool) -> EncodedTensor | None:
+        """A chunk of the snapshot for a checkpoint, or of the weights as they are; None after the last one, and then
+        the snapshot is freed."""
         weights, first = self.tasks.weights, piece * CHUNK_VALUES
-        assert self._snapshot is not None or not kept, "there is no snapshot"
-        size = weights.trained_values if kept else len(weights.state_parts[0])
+        assert self._snapshot is not None or not from_snapshot, "there is no snapshot"
+        size = weights.trained_values if from_snapshot else len(weights.state_parts[0])
         if count := max(0, min(CHUNK_VALUES, size - first)):
-            kept_values = self._snapshot if kept else None
-            values = weights.read_state(first, count) if kept_values is None else kept_values[first : first + count]
+            copied = self._snapshot if from_snapshot else None
+            values = weights.read_state(first, count) if copied is None else copied[first : first + count]
             return encode(values, "fp32")
-        self._snapshot = None if kept else self._snapshot
+        self._snapshot = None if from_snapshot else self._snapshot
         return None
 
     def _plan_transfer(self, origin: StateSource) -> list[StateSlice]:
@@ -322,16 +322,16 @@ class StageExecutor:
             assert self._sampler is not None
             early, share = self._recipe.early_exit, self._sampler.share(task.iteration, task.data)
             loss, gradient = self.tasks.head(
-                key, given, labels, early=early, share=share, counts=task.counts, lesson=self._lesson(task)
+                key, given, labels, early=early, share=share, counts=task.counts, teacher=self._teacher_hidden(task)
             )
             return ops.OpResult(self._encode_hop(gradient, task.wire_dtype or self._back_dtype), loss)
-        back = self.tasks.backward(key, given, counts=task.counts, lesson=self._lesson(task))
+        back = self.tasks.backward(key, given, counts=task.counts, teacher=self._teacher_hidden(task))
         return NO_RESULT if back is None else ops.OpResult(self._encode_hop(back, task.wire_dtype or self._back_dtype))
 
-    def _lesson(self, task: ops.StageTask) -> Lesson | None:
-        if task.lesson is None:
+    def _teacher_hidden(self, task: ops.StageTask) -> TeacherHidden | None:
+        if task.teacher_hidden is None:
             return None
-        return Lesson(self._decode_hop(task.lesson), self._recipe.distill, self._recipe.distill_hidden)
+        return TeacherHidden(self._decode_hop(task.teacher_hidden), self._recipe.distill, self._recipe.distill_hidden)
 
     def _teach(self, task: ops.TeacherForward) -> ops.OpResult:
         if task.step == 0:

@@ -10,7 +10,7 @@ from skippipe.errors import UserError
 from skippipe.inference.request import SamplingParams, TokenLogprobs
 from skippipe.runtime.messages import RunStep
 from skippipe.serving.scheduler import ServingStep
-from skippipe.stage_subset import Hop, hops_of
+from skippipe.stage_subset import StageHop, hops_of
 from skippipe.transport.message import LARGEST_COUNT
 
 
@@ -48,7 +48,7 @@ class StepInput:
     """Tokens of each row; for the first node of the path alone."""
     sampling: tuple[RowSampling, ...]
     """How to choose the next token of each row; for the first node of the path alone."""
-    hop: Hop | None = None
+    hop: StageHop | None = None
     """How the path goes on from this node's stage, if it leaves stages out."""
 
     @property

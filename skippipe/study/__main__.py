@@ -6,7 +6,7 @@ python -m skippipe.study study.toml -o results.jsonl --device cuda --compiled
 from __future__ import annotations
 
 import math
-from argparse import SUPPRESS, ArgumentParser, RawTextHelpFormatter
+from argparse import ArgumentParser, RawTextHelpFormatter
 from pathlib import Path
 
 from skippipe.errors import run_command
@@ -18,7 +18,6 @@ def main() -> None:
     parser = ArgumentParser("python -m skippipe.study", description=__doc__, formatter_class=RawTextHelpFormatter)
     parser.add_argument("study", type=Path, metavar="FILE", help="a study file (TOML)")
     parser.add_argument("-o", "--output", type=Path, default=Path("results.jsonl"), help="default: %(default)s")
-    parser.add_argument("--results", dest="output", type=Path, default=Path("results.jsonl"), help=SUPPRESS)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N; default: %(default)s")
     parser.add_argument("--compiled", action="store_true", help="compile layers: slow to start, faster from then on")
     parser.add_argument("--models", type=Path, help="folder to keep the trained models in")

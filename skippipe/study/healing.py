@@ -163,8 +163,8 @@ class Healing:
 
     @property
     def lengths(self) -> list[int]:
-        """Stages on the path of each sample of a step: as many of every length, and if they are not too many for a step
-        then so many that all stages get as many."""
+        """Stages on the path of each sample of a step. Every length comes equally often; if the step stays small
+        enough, so many samples that every stage can be visited equally often, too."""
         length, sizes = self.train.length, len(self._sizes)
         even = sizes * (self.stages - 1)
         count = max(1, STEP_TOKENS // (sizes * length))

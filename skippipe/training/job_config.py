@@ -281,13 +281,13 @@ class JobConfig:
     learning: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer, and its rate over the run."""
     averaging: AveragingConfig = AveragingConfig()
-    """Of gradients, inside a stage."""
+    """How the nodes of a stage average their gradients."""
     transport: TransportConfig = TransportConfig()
-    """Between nodes."""
+    """Connections between nodes."""
     compute: ComputeConfig = ComputeConfig()
-    """On a node."""
+    """Devices of a node, and the precision that they compute in."""
     emulation: EmulationConfig = EmulationConfig()
-    """One machine as a continent."""
+    """Links and speeds of the cluster, emulated on one machine."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Weights and optimizer state on disk while training goes on; `skippipe train --resume` goes on from there."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -19,7 +19,7 @@ from skippipe.constraints import circle
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
-from skippipe.model.stage_step import Lesson, StageStep
+from skippipe.model.stage_step import StageStep, TeacherHidden
 from skippipe.model.stand_ins import StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Plan
@@ -127,23 +127,23 @@ class ReferenceTrainer:
             hidden = self.stages[stage].forward(key, rounded(hidden, codec), residual_scale, starts, hops.get(stage))
         hidden = rounded(hidden, codecs[-1])
         targets = torch.from_numpy(labels).to(self.device)
-        lessons = self._lessons(plan, lane, torch.from_numpy(inputs).to(self.device), starts)
+        taught = self._teacher_hidden(plan, lane, torch.from_numpy(inputs).to(self.device), starts)
         loss, gradient = data_stage.head(
-            key, hidden, targets, early=self.recipe.early_exit, share=share, lesson=lessons.get(len(self.stages))
+            key, hidden, targets, early=self.recipe.early_exit, share=share, teacher=taught.get(len(self.stages))
         )
         for node, before, stage in reversed(list(zip(nodes, following, path, strict=True))):
             given = rounded(gradient, plan.hop_dtype(before, node, backward=True))
-            back = self.stages[stage].backward(key, given, lesson=lessons.get(stage))
+            back = self.stages[stage].backward(key, given, teacher=taught.get(stage))
             gradient = gradient if back is None else back
         return loss
 
-    def _lessons(self, plan: Plan, lane: int, tokens: Tensor, starts: Tensor | None) -> dict[int, Lesson]:
+    def _teacher_hidden(self, plan: Plan, lane: int, tokens: Tensor, starts: Tensor | None) -> dict[int, TeacherHidden]:
         """What the whole model makes of a microbatch: stage → what comes to it, with the head as the last one; empty:
         its lane has no teacher."""
         found, hidden = {}, tokens
         for stage, (node, after) in enumerate(circle(self._passes.get(lane, ()))):
             hidden = rounded(self.stages[stage].evaluate(hidden, starts), plan.hop_dtype(node, after, backward=False))
-            found[stage + 1] = Lesson(hidden, self.recipe.distill, self.recipe.distill_hidden)
+            found[stage + 1] = TeacherHidden(hidden, self.recipe.distill, self.recipe.distill_hidden)
         return found
 
     def weights(self) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ def train(
     job: Annotated[Path, typer.Argument(metavar="JOB", help="A job file; only rank 0 reads it.")],
     iterations: Annotated[int | None, typer.Option(min=1, help="Instead of the job's.")] = None,
     output: Annotated[str | None, typer.Option("--output", "-o", help="Output folder, instead of the job's.")] = None,
-    out: Annotated[str | None, typer.Option(hidden=True)] = None,  # its former name
     tokens: Annotated[
         Path | None, typer.Option(help="Where this machine keeps the token folder, if elsewhere than rank 0.")
     ] = None,
@@ -47,7 +46,7 @@ def train(
         return
     from skippipe.training.train_job import run_job, wanted_job
 
-    wanted = wanted_job(job, iterations, output or out)
+    wanted = wanted_job(job, iterations, output)
     if wanted.transport.peers:
         raise UserError("transport.peers: is for nodes that join by themselves; torchrun's have keys made for the run")
 

@@ -37,7 +37,7 @@ def test_simulate_published(skippipe: Command, paths: str, seconds: float) -> No
 
 def test_plan_check_simulate_show(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    ran = skippipe("plan", "regions:9", "-s", "4", "--changes", "500", "--budget", "1", "-o", file, "--json")
+    ran = skippipe("plan", "regions:9", "-s", "4", "--search-steps", "500", "--budget", "1", "-o", file, "--json")
     assert ran.code == 0
     assert ran.json["plan"] == json.loads(file.read_text())
     held = skippipe("check", file)
@@ -86,7 +86,7 @@ def test_check_names_violations_and_exits_with_1(skippipe: Command, tmp_path: Pa
 
 @pytest.mark.slow
 def test_compare_all_strategies(skippipe: Command, tmp_path: Path) -> None:
-    ran = skippipe("compare", "published20", "--contention-only", "--budget", "2", "--out", tmp_path, "--json")
+    ran = skippipe("compare", "published20", "--contention-only", "--budget", "2", "--output", tmp_path, "--json")
     rows = {row["strategy"]: row for row in ran.json}
     assert list(rows) == ["dtfm", "best-full", "dtfm-skip", "no-tc2", "skippipe", "best"]
     assert rows["skippipe"]["ratio"] < 0.6
@@ -135,12 +135,12 @@ def test_cluster_from_preset_to_file_and_back(skippipe: Command, tmp_path: Path)
     assert "down" in shown
     (row,) = (line for line in shown.splitlines() if "node-0" in line)
     assert f"{first['upload_bytes_per_s'] / 1e6:.1f}" in row and f"{first['download_bytes_per_s'] / 1e6:.1f}" in row
-    assert skippipe("plan", file, "--changes", "300", "--budget", "1", "-o", tmp_path / "p.json").code == 0
+    assert skippipe("plan", file, "--search-steps", "300", "--budget", "1", "-o", tmp_path / "p.json").code == 0
 
 
 def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "p.json"
-    short = ["--changes", "300", "--budget", "1"]
+    short = ["--search-steps", "300", "--budget", "1"]
     words = ["-m", "20", "--skip", "50%", "--wire", "int8", "--samples", "1", "--sequence", "1024", *short]
     words += ["--sizes", "8,2,2,2,2,2", "--split-backward"]
     assert skippipe("plan", "published20", *words, "-o", file).code == 0
@@ -372,11 +372,11 @@ def test_version(skippipe: Command) -> None:
 def test_prepare_text_once_for_training_and_once_to_measure_with(skippipe: Command, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a lane has one microbatch in flight; when one is back, the next sets out " * 20)
-    first = skippipe("prepare", text, "--vocabulary", "280", "--out", tmp_path / "train")
+    first = skippipe("prepare", text, "--vocabulary", "280", "--output", tmp_path / "train")
     assert (first.code, first.out.split(":")[0]) == (0, str(tmp_path / "train"))
-    second = skippipe("prepare", text, "--tokenizer", tmp_path / "train", "--out", tmp_path / "held-out")
+    second = skippipe("prepare", text, "--tokenizer", tmp_path / "train", "--output", tmp_path / "held-out")
     assert second.out.split(":")[1] == first.out.split(":")[1], "as many tokens"
-    neither = skippipe("prepare", text, "--out", tmp_path / "other")
+    neither = skippipe("prepare", text, "--output", tmp_path / "other")
     assert neither.code != 0
     assert "--vocabulary" in neither.err
 

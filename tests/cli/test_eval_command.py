@@ -51,7 +51,7 @@ def test_the_command(
     prepared = prepare(text, TOKENIZER, tmp_path / "tokens")
     out = {kind: tmp_path / f"out.{kind}" for kind in ("json", "png", "html")}
     files = [word for kind, path in out.items() for word in (f"--{kind}", path)]
-    options = ["--stages", "0,2", "--losing", "--tokens", 300, "--context", 32, *files]
+    options = ["--stages", "0,2", "--ablation", "--tokens", 300, "--context", 32, *files]
     assert run(monkeypatch, folder, "--text", text, "--text", tmp_path / "tokens", *options) == 0
     printed = capsys.readouterr().out
     lines = [line.replace(" ", "") for line in printed.splitlines()]
@@ -69,7 +69,7 @@ def test_the_command(
         assert each["texts"]["words"]["loss"] == pytest.approx(loss, abs=1e-5)
         assert each["texts"]["words"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
         assert each["texts"]["words"]["increase"] == pytest.approx(math.exp(loss - whole) - 1, abs=1e-4)
-    assert [len(found["losing"][name]) for name in ("alone", "order", "best")] == [2, 2, 3]
+    assert [len(found["ablation"][name]) for name in ("alone", "order", "best")] == [2, 2, 3]
     shown = {each["stages"].__repr__(): each["texts"]["words"] for each in found["parts"]}["[0, 2]"]
     row = f"{shown['loss']:.4f}│{number(shown['perplexity'])}│{100 * shown['increase']:+,.1f}%".replace("-", "−")
     assert any(line.startswith("│0,2│67%│") and line.count(row) == 2 for line in lines)
@@ -133,8 +133,8 @@ def test_ctrl_c_shows_what_is_done(
         (["--context", "65"], "--context 65: the model has a context of 64 tokens; give that many or fewer"),
         (["--stages", "1,2"], "begin with 0"),
         (["--keep", "half"], "'half' is not a share"),
-        (["--keep", "1/2", "--drive", "harder"], "'harder' is neither a number nor one of"),
-        (["--cut", "1", "--losing"], "the model is in one piece: give its number of stages with --cut"),
+        (["--keep", "1/2", "--residual-scale", "harder"], "'harder' is neither a number nor one of"),
+        (["--cut", "1", "--ablation"], "the model is in one piece: give its number of stages with --cut"),
         (["--cut", "9"], "at most 5 stages"),
         (["--text", "nowhere.txt"], "nowhere.txt: no such text file"),
         (["-o", "."], ".: this is a folder; name a file in it"),

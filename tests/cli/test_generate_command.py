@@ -61,7 +61,7 @@ def test_the_command(generate: Callable[..., tuple[str, str, int]], folder: Path
     assert "drafts by stages 0,1: " in stats
     assert generate("some words", *options, "--draft", "auto")[0] == text
     assert generate("some words", *options, "--stop", generation.text[3:5])[0] == generation.text[:3] + "\n"
-    assert generate("some words", *options, "--stages", "0,2", "--drive", "scaled")[0] != text
+    assert generate("some words", *options, "--stages", "0,2", "--residual-scale", "scaled")[0] != text
 
 
 def test_several_prompts_and_stdin(
@@ -70,7 +70,7 @@ def test_several_prompts_and_stdin(
     options = ("--max-tokens", "9", "--temperature", "0")
     one, other, new = (generate(*words, *options)[0] for words in (("some words",), ("Emma",), ()))
     monkeypatch.setattr(sys, "stdin", io.StringIO("Emma\n"))
-    text, _, _ = generate("some words", "-", "", *options, "--together", "2")
+    text, _, _ = generate("some words", "-", "", *options, "--batch-size", "2")
     assert text == f"==> some words <==\n{one}\n==> Emma <==\n{other}\n==>  <==\n{new}"
 
 

@@ -42,7 +42,7 @@ from skippipe.report.summary import Table
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from skippipe.workload import Workload
 from tests.helpers.chats import chat_tokenizer
-from tests.helpers.command_lines import ARGUMENTS, OLD_NAMES, OPTIONS, REFUSED, With
+from tests.helpers.command_lines import ARGUMENTS, OPTIONS, REFUSED, With
 from tests.helpers.model_folders import checkpoint_in, export_to
 from tests.helpers.processes import Command, CommandResult
 
@@ -77,7 +77,6 @@ def test_every_output_is_o_and_json_is_a_flag() -> None:
                 assert "-o" in param.opts, name
             if "--json" in param.opts:
                 assert param.is_flag, name
-            assert not {"--out", "--results"} & set(param.opts), name
 
 
 @pytest.fixture(scope="module")
@@ -318,11 +317,3 @@ def test_what_would_be_ignored_or_overwritten_is_refused(
     assert ran.err.count("\n") == 1
     assert seen["files"].keys() == {str(path.relative_to(inputs)) for path in inputs.rglob("*") if path.is_file()}
     assert seen["files"]["there.json"] == b"something of value"
-
-
-@pytest.mark.parametrize("line", list(OLD_NAMES))
-def test_old_names_still_work_and_are_not_shown(
-    line: str, run: Callable[[str], tuple[CommandResult, Seen]], skippipe: Command
-) -> None:
-    assert run(line)[1] == run(OLD_NAMES[line])[1]
-    assert "--out " not in skippipe(*line.split()[:1], "--help").out

@@ -110,7 +110,7 @@ def test_a_robust_plan_holds_and_promises_what_it_takes_without_jitter(few_draws
 @pytest.mark.usefixtures("few_draws")
 def test_commands_plan_for_it_and_draw_it(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
-    planned = skippipe("plan", "five-sites:6", "--changes", "500", "--robust", "0.3", "-o", file, "--json").json
+    planned = skippipe("plan", "five-sites:6", "--search-steps", "500", "--robust", "0.3", "-o", file, "--json").json
     assert skippipe("check", file).code == 0
     words = ["simulate", file, "--jitter", "0.3"]
     simulated = skippipe(*words, "--json").json

@@ -129,7 +129,7 @@ REQUIRED = {
     "eval": ["--text", "classics-val"],
     "score": ["--text", "classics-val"],
     "node": ["--join", "x:1", "--key", "k"],
-    "prepare": ["--out", "t"],
+    "prepare": ["--output", "t"],
 }
 ARGUMENTS = {"profile": 0, "node": 0, "grow": 2, "export": 2, "keys": 2}
 
@@ -222,7 +222,7 @@ def test_presets(text: str) -> None:
 def test_lists_of_numbers() -> None:
     with pytest.raises(UserError, match="--stages: '999999999…' is out of range"):
         parse_subsets(4, ["0," + "9" * 5000], [])
-    with pytest.raises(UserError, match="--drive: inf is out of range; give above 0 to 1,000"):
+    with pytest.raises(UserError, match="--residual-scale: inf is out of range; give above 0 to 1,000"):
         parse_subsets(4, ["0,1"], [], "inf")
 
 

@@ -172,11 +172,11 @@ def test_planned_over_measured(tmp_path: Path) -> None:
 def test_a_repaired_plan_is_in_the_journal(tmp_path: Path) -> None:
     plan, repaired = plan_of(), plan_of(stages=2)
     run = RunFolder(tmp_path, plan)
-    run.wal(plan_line(plan), committed(plan, 0), plan_line(repaired, learning=[3]))
+    run.wal(plan_line(plan), committed(plan, 0), plan_line(repaired, recovering=[3]))
     page = Panels(RunFollower(tmp_path))
     page.poll()
     assert len(parsed(page)["map"]["stages"]) == 2
-    assert parsed(page)["map"]["nodes"][3]["status"] == "learning"
+    assert parsed(page)["map"]["nodes"][3]["status"] == "recovering"
     run.wal({"turn": plan.visited})
     page.poll()
     assert len(parsed(page)["map"]["stages"]) == 4
@@ -196,25 +196,25 @@ def test_what_happened_to_nodes(tmp_path: Path) -> None:
 
     for kind, wanted in (
         ("slow", "slow"),
-        ("gone", "lost"),
+        ("lost", "lost"),
         ("joined", "here"),
-        ("learning", "learning"),
-        ("able", "works"),
-        ("gone", "lost"),
+        ("recovering", "recovering"),
+        ("recovered", "works"),
+        ("lost", "lost"),
     ):
         run.event(kind, "so it is", "node-2")  # type: ignore[arg-type]
         assert status() == wanted
-    run.event("recovered", "8 nodes are where they were")
+    run.event("coordinator-restarted", "8 nodes are where they were")
     assert status() == "works"
     kinds = [event["kind"] for event in parsed(page)["events"]["events"]]
-    assert kinds == ["recovered", "gone", "able", "learning", "joined", "gone", "slow"]
+    assert kinds == ["coordinator-restarted", "lost", "recovered", "recovering", "joined", "lost", "slow"]
 
 
 def test_whoever_sends_is_there(tmp_path: Path) -> None:
     """No event says so when a run goes on from a checkpoint with all of its nodes."""
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0)
-    run.event("gone", "signal 9", "node-2")
+    run.event("lost", "signal 9", "node-2")
     assert panels(tmp_path)["map"]["nodes"][2]["status"] == "lost"
     run = RunFolder(tmp_path, plan_of(), resumed=True)
     assert panels(tmp_path)["map"]["nodes"][2]["status"] == "lost"
@@ -238,7 +238,7 @@ def test_a_coordinator_that_is_started_again(tmp_path: Path) -> None:
     page = Panels(RunFollower(tmp_path))
     for number in range(5):
         run.iteration(number, 5.0 - number)
-    run.event("gone", "its connection: disconnected", "node-1")
+    run.event("lost", "its connection: disconnected", "node-1")
     page.poll()
     run = RunFolder(tmp_path, plan_of(), resumed=True)
     page.poll()
@@ -254,7 +254,7 @@ def test_a_new_run_in_the_same_folder(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of())
     for number in range(5):
         run.iteration(number, recorded=number == 4)
-    run.event("gone", "signal 9", "node-1")
+    run.event("lost", "signal 9", "node-1")
     page = Panels(RunFollower(tmp_path))
     page.poll()
     assert parsed(page)["chart"]["iteration"] == 4
@@ -298,7 +298,7 @@ def test_junk_is_counted_and_passed_over(tmp_path: Path, file: str) -> None:
     for number in range(2):
         run.iteration(number)
     run.event("joined", "is here", "node-1")
-    run.event("gone", "signal 9", "node-1")
+    run.event("lost", "signal 9", "node-1")
     run.wal(plan_line(run.plan), committed(run.plan, 0))
     *before, last = (tmp_path / file).read_bytes().splitlines(keepends=True)
     (tmp_path / file).write_bytes(b"".join([*before, *(line + b"\n" for line in JUNK), last]))
@@ -312,10 +312,10 @@ def test_junk_is_counted_and_passed_over(tmp_path: Path, file: str) -> None:
 def test_fields_of_other_types_are_left_out(tmp_path: Path) -> None:
     odd = {"iteration": 0, "loss": "low", "links": [[1, 2], ["a", "b", "c"], "x"], "visits": {}, "seconds": [1]}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(odd) + "\n" + '{"iteration": 1, "loss": NaN}\n')
-    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "gone", "node": 7, "text": None, "time": "now"}) + "\n")
+    (tmp_path / "events.jsonl").write_text(json.dumps({"kind": "lost", "node": 7, "text": None, "time": "now"}) + "\n")
     found = panels(tmp_path)
     assert found["curves"]["loss"] == [None, None]
-    assert found["events"]["events"] == [{"kind": "gone", "iteration": 0, "text": "", "node": "", "time": 0.0}]
+    assert found["events"]["events"] == [{"kind": "lost", "iteration": 0, "text": "", "node": "", "time": 0.0}]
 
 
 def test_a_loss_that_is_not_finite_is_none(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_command(skippipe: Command, tmp_path: Path) -> None:
     write(tmp_path / "chats.jsonl", [{"prompt": "what is", "completion": "a stage"}])
     chat_tokenizer().save(tmp_path / "tokenizer")
     done = skippipe(
-        "prepare", tmp_path / "chats.jsonl", "--tokenizer", tmp_path / "tokenizer", "--out", tmp_path / "tokens"
+        "prepare", tmp_path / "chats.jsonl", "--tokenizer", tmp_path / "tokenizer", "--output", tmp_path / "tokens"
     )
     assert done.code == 0, done.err
     assert "1 conversations of" in done.out

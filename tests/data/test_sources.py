@@ -192,7 +192,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_command(skippipe: Command, tmp_path: Path) -> None:
     (tmp_path / "some.jsonl").write_bytes(lines("body"))
-    asked = ("prepare", tmp_path / "some.jsonl", "--vocabulary", 300, "--out", tmp_path / "tokens")
+    asked = ("prepare", tmp_path / "some.jsonl", "--vocabulary", 300, "--output", tmp_path / "tokens")
     done = skippipe(*asked)
     assert done.code == 2
     assert done.err.splitlines()[-1].endswith("no text in field 'text'; fields with text: body")

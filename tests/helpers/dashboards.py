@@ -105,8 +105,8 @@ class RunFolder:
         (place / "manifest.json").write_text("{}")
 
 
-def plan_line(plan: Plan, learning: Sequence[int] = ()) -> dict[str, Any]:
-    return plan_record(plan, learning, StageProgress.nothing(len(plan.stages)), plan.visited)
+def plan_line(plan: Plan, recovering: Sequence[int] = ()) -> dict[str, Any]:
+    return plan_record(plan, recovering, StageProgress.nothing(len(plan.stages)), plan.visited)
 
 
 def committed(plan: Plan, iteration: int) -> dict[str, Any]:

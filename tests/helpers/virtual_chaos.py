@@ -345,9 +345,9 @@ def last_lost(told: Sequence[Event | IterationReport], stage: int) -> int:
     for each in told:
         if isinstance(each, IterationReport):
             done += 1
-        elif each.kind == "learning" and each.text.startswith(f"stage {stage} ") and LOST in each.text:
+        elif each.kind == "recovering" and each.text.startswith(f"stage {stage} ") and LOST in each.text:
             lost = True
-        elif each.kind == "able" and each.text.endswith(f" {stage}") and lost:
+        elif each.kind == "recovered" and each.text.endswith(f" {stage}") and lost:
             since, lost = done, False
     return since
 
@@ -364,7 +364,7 @@ def check_store(played: Played, states: Sequence[list[tuple[Which, ...]]]) -> No
         count = sum(iteration < iterations for iteration in taken)
         for stage, state in enumerate(states):
             lost = any(
-                isinstance(each, Event) and each.kind == "learning" and f"stage {stage} " in each.text
+                isinstance(each, Event) and each.kind == "recovering" and f"stage {stage} " in each.text
                 and LOST in each.text for each in played.recorder.told
             )  # fmt: skip
             if not lost:

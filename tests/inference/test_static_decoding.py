@@ -14,7 +14,7 @@ from skippipe.inference.cached_stage import BatchRows, CachedStage
 from skippipe.inference.engine import TokenByToken
 from skippipe.inference.request import SamplingParams
 from skippipe.inference.static_decoding import StaticDecoder, StaticStage, StaticStep
-from skippipe.stage_subset import Hop, StageSubset
+from skippipe.stage_subset import StageHop, StageSubset
 from tests.helpers.models import FAMILIES
 from tests.helpers.quick import others_slow
 from tests.helpers.staged_models import (
@@ -80,7 +80,7 @@ def test_a_stage_by_itself_hands_on_what_the_plain_one_does(family: str, monkeyp
         counts = tuple(rate.randint(2, 4) if turn % 6 == 0 else 1 for _ in slots)
         rows = BatchRows(slots, tuple(lengths[slot] for slot in slots), counts)
         hidden = torch.randn(len(slots), rows.width, 32, generator=noise)
-        hop = Hop(1, 3, 1) if turn % 2 else None
+        hop = StageHop(1, 3, 1) if turn % 2 else None
         expected, found = (stage.forward(hidden, rows, 1.5, hop) for stage in (plain, static))
         for row, count in enumerate(counts):
             assert torch.allclose(found[row, :count], expected[row, :count], atol=1e-4)

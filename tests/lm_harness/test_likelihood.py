@@ -88,7 +88,7 @@ def test_a_number_drives_only_what_misses_something() -> None:
         (4, None, "half", "plain", "--keep: 'half' is not a share"),
         (4, None, "3/2", "plain", "not between 0 and 1"),
         (4, "0,1", None, "strong", "'strong' is neither a number nor one of plain, scaled"),
-        (4, None, None, "-1", "--drive: -1 is out of range; give above 0 to 1,000"),
+        (4, None, None, "-1", "--residual-scale: -1 is out of range; give above 0 to 1,000"),
         (1, None, "1/2", "plain", "give its number of stages with --cut"),
     ],
 )

@@ -109,7 +109,7 @@ def test_it_renders(browser: Any, tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of(names=[HOSTILE, "</script><script>alert(2)</script>"]))
     for number in range(6):
         run.iteration(number, 4.0 - number / 5, recorded=number == 4)
-    run.event("gone", f"last log lines: {HOSTILE}", HOSTILE)
+    run.event("lost", f"last log lines: {HOSTILE}", HOSTILE)
     run.event("rerouted", "3 lanes go on another way", HOSTILE)
     run.checkpoint(5)
     with shown(tmp_path) as address:
@@ -166,7 +166,7 @@ def test_usable_at(browser: Any, tmp_path: Path, nodes: int, stages: int, width:
     run.wal(plan_line(plan))
     for number in range(4):
         run.iteration(number, 4.0 - number / 5, recorded=number == 3)
-    run.event("gone", "no heartbeat for 5 s", "node-3")
+    run.event("lost", "no heartbeat for 5 s", "node-3")
     with shown(tmp_path) as address:
         tab = Tab(browser, address, width=width)
         assert tab.drawn_s < DRAWN_S
@@ -196,7 +196,7 @@ def test_pages_of_a_plan_and_of_a_run(browser: Any, tmp_path: Path, width: int, 
     run.wal(plan_line(plan))
     for number in range(30):
         run.iteration(number, 4.0 - number / 20, recorded=number in (1, 20))
-    run.event("gone", "no heartbeat for 5 s", "node-3", 5)
+    run.event("lost", "no heartbeat for 5 s", "node-3", 5)
     write_html(plan, plan.promise, tmp_path / "plan.html")
     write_run_html(read_history(tmp_path), tmp_path / "report.html")
     grounds = {"light": "rgb(255, 255, 255)", "dark": "rgb(22, 26, 31)"}
@@ -229,7 +229,7 @@ def test_it_goes_along_with_a_run(browser: Any, tmp_path: Path) -> None:
         assert tab.overflow <= 0
         assert tab.wrong == []
         assert train.end(signal.SIGINT) == 130
-        tab.until("document.getElementById('status').className === 'cut'")  # its page has gone with it
+        tab.until("document.getElementById('status').className === 'link-down'")  # its page has gone with it
         seen = int(tab.page.evaluate(DONE))
         assert len(place.losses("run")) >= seen
         with shown(tmp_path / "run") as address:
@@ -255,11 +255,11 @@ def test_a_coordinator_that_is_killed_and_started_again(browser: Any, tmp_path: 
         tab = Tab(browser, started[0].says(r"the dashboard is at (http://\S+)")[1])
         tab.until(f"{DONE} >= 3")
         started[0].end(signal.SIGKILL)
-        tab.until("document.getElementById('status').className === 'cut'")
+        tab.until("document.getElementById('status').className === 'link-down'")
         seen = int(tab.page.evaluate(DONE))
         started.append(Command(*words, "--resume"))
         tab.until(f"{DONE} >= {seen + 3}")  # the same page, not loaded again
-        assert "recovered" in tab.text("#events")
+        assert "coordinator-restarted" in tab.text("#events")
         assert tab.count("#map .node") == NODES
         assert [url for url in tab.asked if url.endswith("dashboard.js")] == [f"http://127.0.0.1:{at}/dashboard.js"]
     finally:

@@ -279,7 +279,7 @@ def test_one_machine(street: dict[str, Machine]) -> None:
     assert "what limits it" in said
     (train,) = read.console()
     said = ann.run(train)
-    assert [kind for kind in ("gone", "rerouted", "joined", "replanned", "able") if f" {kind}: " not in said] == []
+    assert [kind for kind in ("lost", "rerouted", "joined", "replanned", "recovered") if f" {kind}: " not in said] == []
     resume, show = read.console()
     ann.run(resume)
     assert len(losses(ann.folder / "first")) == 22

@@ -238,7 +238,7 @@ def test_the_command(
         "1",
         "--stages",
         "0,2",
-        "--drive",
+        "--residual-scale",
         "scaled",
         "--write",
         tmp_path / "t",
@@ -251,7 +251,10 @@ def test_the_command(
     assert "all 3" in printed.out
     assert "0,2 ×2" in printed.out
     scores = json.loads((tmp_path / "scores.json").read_text())
-    assert [(subset["stages"], subset["drive"]) for subset in scores["parts"]] == [([0, 1, 2], 1.0), ([0, 2], 2.0)]
+    assert [(subset["stages"], subset["residual_scale"]) for subset in scores["parts"]] == [
+        ([0, 1, 2], 1.0),
+        ([0, 2], 2.0),
+    ]
     asked = build_tasks(["cloze", "order"], Prose.read("classics-val"), limit=6)
     again = score(SubsetLM(load(folder), StageSubset((0, 2), 3, 2.0)), asked, tmp_path / "t")
     for name, found in scores["parts"][1]["tasks"].items():

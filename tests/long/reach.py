@@ -152,7 +152,7 @@ def test_a_closed_port_and_a_blocked_coordinator(street: Street) -> None:
         r"router let TCP ports 5554 and 5555 through\?",
         finding(said, "coordinator"),
     )
-    said = street.carol.start(f"{SKIPPIPE} node '{invited['carol']}' --patience 2").ends(2)
+    said = street.carol.start(f"{SKIPPIPE} node '{invited['carol']}' --coordinator-timeout 2").ends(2)
     assert re.search(r"^error: waited 2 s for the coordinator: 10\.0\.0\.1:5554: nothing came back", said, re.MULTILINE)
     street.ann.root("ip rule del to 10.0.0.3 blackhole")
     carol = street.node(street.carol, invited["carol"])

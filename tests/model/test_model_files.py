@@ -114,7 +114,7 @@ def test_code_of_a_model_folder_is_refused_by_every_command(
 
 
 @pytest.mark.parametrize(
-    "words", [["prepare", "classics-val", "--out", "t", "--tokenizer", "model"], ["generate", "model"]]
+    "words", [["prepare", "classics-val", "--output", "t", "--tokenizer", "model"], ["generate", "model"]]
 )
 def test_code_of_a_tokenizer_is_refused(
     words: list[str], folder: Path, skippipe: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,11 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 from skippipe import workload
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel
-from skippipe.model.stage_step import Lesson, StageStep
+from skippipe.model.stage_step import StageStep, TeacherHidden
 from skippipe.model.stand_ins import StagePlace
 from skippipe.model_shape import ModelShape
 from skippipe.optim.config import OptimConfig
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 from skippipe.workload import Workload
 
 SHAPE = ModelShape("small", 2, 64, 4, 2, 16, 192, 512)
@@ -77,8 +77,8 @@ def test_a_hop_past_other_stages_keeps_little_if_layers_are_recomputed(compute_d
     work = workload_of(SHAPE, compute_dtype, checkpointing=True)
     step, counted = with_stand_ins(work, rank=8, bridge=4, repeats=1)
     hidden, tensor_bytes = drawn(work)[0], work.held_bytes(0)
-    assert kept_bytes(step, hidden, Hop(0, 1, 2)) == (SHAPE.layers + 1) * tensor_bytes
-    assert kept_bytes(step, hidden, Hop(0, 3, 2)) == counted.held_bytes(SHAPE.layers)
+    assert kept_bytes(step, hidden, StageHop(0, 1, 2)) == (SHAPE.layers + 1) * tensor_bytes
+    assert kept_bytes(step, hidden, StageHop(0, 3, 2)) == counted.held_bytes(SHAPE.layers)
 
 
 def with_stand_ins(work: Workload, rank: int, bridge: int, repeats: int) -> tuple[StageStep, Workload]:
@@ -100,7 +100,7 @@ def test_what_stands_in_for_stages_keeps_what_is_counted(
     """As large as the model is wide: adapters keep about as much then as they do beside a large model."""
     work = workload_of(SHAPE, compute_dtype, checkpointing)
     step, counted = with_stand_ins(work, rank, bridge, repeats)
-    found = kept_bytes(step, drawn(work)[0], Hop(0, 2 + repeats, 1 + repeats))
+    found = kept_bytes(step, drawn(work)[0], StageHop(0, 2 + repeats, 1 + repeats))
     assert found == pytest.approx(counted.held_bytes(SHAPE.layers), rel=0.01)
 
 
@@ -113,7 +113,7 @@ def test_what_a_backward_pass_of_adapters_needs_is_counted(
     """Above all the gradients of all adapters, where layers run again."""
     work = workload_of(replace(SHAPE, layers=4), compute_dtype, checkpointing)
     step, counted = with_stand_ins(work, 64, 16, repeats)
-    hidden, hop = drawn(work)[0], Hop(0, 2, 1)
+    hidden, hop = drawn(work)[0], StageHop(0, 2, 1)
     for _ in range(2):
         step.forward(KEY, hidden, hop=hop)
         found = peak_bytes(lambda: step.backward(KEY, hidden))
@@ -123,7 +123,7 @@ def test_what_a_backward_pass_of_adapters_needs_is_counted(
     assert found > 0.9 * expected or not repeats
 
 
-def kept_bytes(step: StageStep, hidden: Tensor, hop: Hop | None = None) -> int:
+def kept_bytes(step: StageStep, hidden: Tensor, hop: StageHop | None = None) -> int:
     """Bytes that a microbatch on this hop keeps after its forward pass, all but those of weights."""
     step.evaluate(hidden)  # rotations and masks, which all microbatches share
     shared = {each.untyped_storage().data_ptr() for each in step.model.parameters()}
@@ -186,17 +186,17 @@ def test_a_head_learns_from_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in pieces; and the loss is that of the text."""
     work = workload_of(SHAPE, "fp32", tokens=128, samples=2)
     hidden, labels = drawn(work)
-    lesson = Lesson(drawn(work)[0].roll(1, 1), 0.75, 3.0)
+    teacher = TeacherHidden(drawn(work)[0].roll(1, 1), 0.75, 3.0)
     labels[0, 100:] = -100  # these do not count
     step = stage_of(SHAPE, work)
     norm, head = step.model.norm, step.model.head
     assert norm is not None and head is not None
     leaf = hidden.clone().requires_grad_()
     values, counted = head(norm(leaf)), labels.flatten() >= 0
-    shares = head(norm(lesson.hidden)).detach().flatten(0, 1)[counted].softmax(-1)
+    shares = head(norm(teacher.hidden)).detach().flatten(0, 1)[counted].softmax(-1)
     of_text = functional.cross_entropy(values.flatten(0, 1), labels.flatten())
     of_teacher = functional.cross_entropy(values.flatten(0, 1)[counted], shares)
-    units = [functional.normalize(each, dim=-1) * SHAPE.hidden**0.5 for each in (leaf, lesson.hidden)]
+    units = [functional.normalize(each, dim=-1) * SHAPE.hidden**0.5 for each in (leaf, teacher.hidden)]
     distance = 3.0 * (units[0] - units[1]).square().mean()
     weights = [*norm.parameters(), *head.parameters()]
     total = 0.25 * of_text + 0.75 * of_teacher
@@ -204,7 +204,7 @@ def test_a_head_learns_from_a_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
     for most in (2**27, 2**14):
         monkeypatch.setattr(workload, "LOGIT_VALUES", most)
         step.weights.clear_gradient()
-        loss, back = step.head(KEY, hidden, labels, share=0.5, lesson=lesson)
+        loss, back = step.head(KEY, hidden, labels, share=0.5, teacher=teacher)
         torch.testing.assert_close(loss, 0.5 * of_text.detach())
         for found, wanted in zip((back, *(each.grad for each in weights)), expected, strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

@@ -56,7 +56,7 @@ def test_stopped_at_once_there_is_a_plan_all_the_same() -> None:
 def test_command(skippipe: Command) -> None:
     ran = skippipe(
         *("plan", "datacentre:6", "--model", "llama-30m", "-s", "4", "-m", "6", "--most-microbatches", "12"),
-        *("--changes", "2000", "--wire", "bf16,int8", "--json"),
+        *("--search-steps", "2000", "--wire", "bf16,int8", "--json"),
     )
     assert ran.code == 0
     told = ran.json

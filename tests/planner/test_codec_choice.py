@@ -195,7 +195,7 @@ def test_what_has_no_price_is_not_chosen() -> None:
 def test_the_commands_say_what_was_chosen_and_draw_the_trade(tmp_path: Path, skippipe: Command) -> None:
     (tmp_path / "prices.toml").write_text("int8 = {hops = 0.004, weight_gradients = 0.002}\n")
     words = ["five-sites:5", "--model", "llama-500m", "--prices", str(tmp_path / "prices.toml")]
-    said = json.loads(skippipe("plan", *words, "--nats", "0.003", "--changes", "300", "--json").out)
+    said = json.loads(skippipe("plan", *words, "--nats", "0.003", "--search-steps", "300", "--json").out)
     chosen = {each["variable"]: each for each in said["choices"]}
     assert chosen["compression"]["instead"] == "bf16 hops and fp32 gradients"
     assert chosen["compression"]["iteration_s"] > said["iteration_s"]

@@ -137,7 +137,7 @@ def test_the_search_says_what_is_proven_while_it_goes_on() -> None:
 
 
 def test_command(skippipe: Command) -> None:
-    asked = ("plan", "datacentre:6", "--stages", "3", "--changes", "500", "--budget", "1")
+    asked = ("plan", "datacentre:6", "--stages", "3", "--search-steps", "500", "--budget", "1")
     chosen = {each["variable"]: each for each in skippipe(*asked, "--json").json["choices"]}
     assert chosen["checkpointing"]["chosen"] == "no"
     shown = skippipe(*asked, "--no-checkpointing").out

@@ -357,7 +357,7 @@ def test_why_in_words_and_as_data(skippipe: Command, tmp_path: Path) -> None:
     assert "what would help" in said.out
     assert "no other paths were searched: not asked for" in said.out
 
-    data = json.loads(skippipe("why", file, "--no-replanning", "--changes", "2", "--json").out)
+    data = json.loads(skippipe("why", file, "--no-replanning", "--suggestions", "2", "--json").out)
     assert data["iteration_s"] == timeline.iteration_s
     assert len(data["changes"]) == 2
     assert data["changes"][0]["iteration_s"] < timeline.iteration_s
@@ -371,7 +371,7 @@ def test_why_in_words_and_as_data(skippipe: Command, tmp_path: Path) -> None:
 def test_why_as_data_is_as_documented(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     replace(published_plan(published20(), "skippipe"), lower_bound_ns=20 * 10**9).save(file)
-    data = skippipe("why", file, "--no-replanning", "--changes", "1", "--json").json
+    data = skippipe("why", file, "--no-replanning", "--suggestions", "1", "--json").json
     inner = {f"{name}[].{field}" for name in ("limits", "changes") for field in data[name][0]}
     assert {*data, *inner} == documented("docs/formats.md", "skippipe why")
     somewhere, on_a_link = {"kind", "node"}, {"kind", "node", "to"}
@@ -404,7 +404,7 @@ def test_why_where_nothing_helps(skippipe: Command, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     plan.promising(simulate(plan, Timing.CONTENTION_ONLY)).save(file)
     assert "no single change helps" in skippipe("why", file, "--no-replanning").out
-    said = skippipe("why", file, "--changes", "0")
+    said = skippipe("why", file, "--suggestions", "0")
     assert said.code == 0
     assert "change" not in said.out
 
@@ -418,7 +418,7 @@ def test_why_refuses_what_is_no_plan_and_warns_of_a_false_promise(skippipe: Comm
     plan = a_slow_link_one_way().plan
     timeline = simulate(plan, Timing.FULL)
     plan.promising(replace(timeline, iteration_ns=timeline.iteration_ns + 1)).save(file)
-    said = skippipe("why", file, "--changes", "0")
+    said = skippipe("why", file, "--suggestions", "0")
     assert said.code == 0
     assert "promises another timeline than it has" in said.err
 
@@ -428,6 +428,6 @@ def test_why_leaves_the_teachers_passes_out(skippipe: Command, tmp_path: Path) -
     taught = plan.edited(workload=replace(plan.workload, teacher="logits"))
     taught = taught.promising(simulate(taught, Timing.FULL))
     taught.save(tmp_path / "plan.json")
-    done = skippipe("why", tmp_path / "plan.json", "--no-replanning", "--changes", "2", "--json")
+    done = skippipe("why", tmp_path / "plan.json", "--no-replanning", "--suggestions", "2", "--json")
     assert done.err.splitlines()[0].startswith("note: without the teacher's passes; with them an iteration takes 0.")
     assert done.json["iteration_s"] == simulate(plan, Timing.FULL).iteration_s < taught.promise.iteration_s

@@ -152,7 +152,7 @@ def test_planned_idle_and_busy_are_the_promise(folder: Path) -> None:
 
 def test_what_became_of_the_lost_node(ran: FinishedRun) -> None:
     (loss,) = read_history(ran.folder).outages
-    able = next(event for event in ran.events if event.kind == "able" and event.node == ran.name)
+    able = next(event for event in ran.events if event.kind == "recovered" and event.node == ran.name)
     assert (loss.node, loss.iteration) == (ran.name, LOST_IN)
     assert loss.answer.startswith("rerouted: ")
     assert loss.end == f"back at work from iteration {able.iteration + 2} on"
@@ -276,29 +276,29 @@ def test_a_node_that_is_back_without_a_word(tmp_path: Path) -> None:
     """A run that goes on from a checkpoint has all its nodes again."""
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0)
-    run.event("gone", "signal 9", "node-2", iteration=0)
+    run.event("lost", "signal 9", "node-2", iteration=0)
     assert read_history(tmp_path).outages[0].end == "did not come back"
     run.checkpoint(1)
     RunFolder(tmp_path, plan_of(), resumed=True).iteration(1)
     history = read_history(tmp_path)
     assert history.outages[0].end.startswith("at work again, as late as iteration 2;")
-    assert [event.kind for event in history.events] == ["gone", CHECKPOINTED]
+    assert [event.kind for event in history.events] == ["lost", CHECKPOINTED]
 
 
 @pytest.mark.parametrize(
     ("then", "end"),
     [
         (["joined"], "came back in iteration 1; no event says that it got microbatches"),
-        (["joined", "learning", "able"], "back at work from iteration 2 on"),
-        (["gone"], "came back, and was lost again in iteration 1"),
-        (["recovered"], "membership began anew when the coordinator was restarted"),
+        (["joined", "recovering", "recovered"], "back at work from iteration 2 on"),
+        (["lost"], "came back, and was lost again in iteration 1"),
+        (["coordinator-restarted"], "membership began anew when the coordinator was restarted"),
     ],
 )
 def test_ends_of_a_loss(tmp_path: Path, then: list[EventKind], end: str) -> None:
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0)
-    for kind in ("gone", *then):
-        run.event(kind, "", "" if kind == "recovered" else "node-2")
+    for kind in ("lost", *then):
+        run.event(kind, "", "" if kind == "coordinator-restarted" else "node-2")
     assert read_history(tmp_path).outages[0].end == end
 
 
@@ -422,7 +422,7 @@ def test_lines_and_traces_of_earlier_versions_count_from_0(tmp_path: Path) -> No
     run = RunFolder(tmp_path, plan_of())
     run.iteration(0)
     run.iteration(1, recorded=True)
-    run.event("gone", "signal 9", "node-2", iteration=1)
+    run.event("lost", "signal 9", "node-2", iteration=1)
     new = run_json(read_history(tmp_path))
     assert (new["last_iteration"], new["recorded"], new["losses"][0]["iteration"]) == (2, [2], 2)
     assert [row["iteration"] for row in lines_of(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -437,7 +437,7 @@ def test_lines_and_traces_of_earlier_versions_count_from_0(tmp_path: Path) -> No
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:
     run = RunFolder(tmp_path, plan_of(names=[HOSTILE]))
     run.iteration(0, recorded=True)
-    run.event("gone", HOSTILE, HOSTILE)
+    run.event("lost", HOSTILE, HOSTILE)
     page = page_of(read_history(tmp_path), tmp_path / "report.html")
     assert page.images == 0
     figures = json.dumps(figures_of((tmp_path / "report.html").read_text()))

@@ -163,7 +163,7 @@ def test_what_was_forwarded_is_let_go_of_with_its_iteration() -> None:
     bench = Bench(2, relayed_plan()).begin()
     average_alone(bench)
     bench.take(4, gradient_piece(FROM_4)).work()
-    bench.hear(Commit(0, 1.0, 1.0, False, False, False)).work()
+    bench.hear(Commit(0, 1.0, 1.0)).work()
     pieces_of(bench)
     bench.node.reconnected(3)
     assert not pieces_of(bench)

@@ -200,10 +200,10 @@ def test_nodes_that_only_call_out_wait_for_a_relay_and_for_its_return() -> None:
     assert {lane.path for lane in coordinator.plan.lanes} == {lane.path for lane in plan.lanes}
     coordinator.on_relay("hub", None)
     coordinator.on_relay("hub", unlimited)
-    cuts = harness.env.event_kinds().count("cut")
+    cuts = harness.env.event_kinds().count("link-down")
     epoch = coordinator._commits.epoch
     harness.send(0, LinkDown(1, epoch)).send(0, LinkDown(2, epoch))
-    assert harness.env.event_kinds().count("cut") == cuts, "it was back before anybody noticed"
+    assert harness.env.event_kinds().count("link-down") == cuts, "it was back before anybody noticed"
     harness.iterate()
     assert coordinator.failure == "" and not harness.env.logged("disconnect")
 
@@ -222,7 +222,7 @@ def test_two_that_cannot_call_each_other_meet_at_a_relay_and_are_not_to_blame_wi
     coordinator.on_relay("hub", RelayInfo("10.0.0.1:5560", 1e4, inf, 0))
     harness.iterate()
     assert coordinator.plan.cluster == with_relay(plan.cluster, {frozenset({0, 2})}, 1e4)
-    assert harness.env.event_kinds()[0] == "cut" and not harness.env.logged("disconnect")
+    assert harness.env.event_kinds()[0] == "link-down" and not harness.env.logged("disconnect")
 
 
 def test_a_relay_that_never_comes_is_named() -> None:

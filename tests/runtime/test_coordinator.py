@@ -114,13 +114,11 @@ def test_a_decision_is_logged_before_any_node_is_told() -> None:
     assert (note["commit"], note["visits"], note["steps"]) == (0, [4, 4, 4], [1, 1, 1])
     assert [each[0] for each in harness.env.log] == ["wal", *["send"] * 6]
     rate, scale = LEARNING.rate_at(0), LEARNING.clipping([4.0] * 3)[1]
-    assert harness.env.new_messages() == {node: [Commit(0, rate, scale, False, False, False)] for node in range(6)}
+    assert harness.env.new_messages() == {node: [Commit(0, rate, scale)] for node in range(6)}
     (report,) = harness.env.reports
     assert (report.iteration, report.loss, report.norm) == (0, 2.0, math.sqrt(12))
     harness.iterate()
-    assert harness.env.new_messages()[3] == [Commit(1, LEARNING.rate_at(1), scale, True, False, False)], (
-        "the last waits"
-    )
+    assert harness.env.new_messages()[3] == [Commit(1, LEARNING.rate_at(1), scale, wait=True)], "the last waits"
     assert is_now(harness.coordinator, CoordinatorState.STEPPING)
 
 
@@ -186,7 +184,7 @@ def test_no_step_is_taken_with_a_gradient_that_stays_not_finite() -> None:
         harness.send(node, harness.contributed(node))
     harness.env.new_messages()
     harness.average(n2=math.nan)
-    assert harness.env.new_messages() == harness.to_all(Commit(0, LEARNING.rate_at(0), 0.0, False, False, False))
+    assert harness.env.new_messages() == harness.to_all(Commit(0, LEARNING.rate_at(0), 0.0))
     assert harness.env.wal[-1]["steps"] == [0, 0, 0]
     assert harness.env.event_kinds() == ["not-finite"] * 2
     assert math.isnan(harness.env.reports[0].norm)
@@ -210,7 +208,7 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     change = Reroute(0, 2, [3], [[0, 1, 0, 2, 5]], [])
     assert env.new_messages() == {node: [change] for node in (0, 1, 2, 4, 5)}, "all others, and not itself"
     assert env.logged("disconnect") == [(3,)]
-    assert env.event_kinds() == ["gone", "rerouted"]
+    assert env.event_kinds() == ["lost", "rerouted"]
     harness.send(4, harness.averaged(4), harness.contributed(4))
     assert not env.sent, "averages of before are of no use, and no drain was requested"
     harness.send(0, MicrobatchDone(0, 1, 0, 1, 3.0))
@@ -322,7 +320,7 @@ def test_without_fault_tolerance_a_lost_node_ends_the_run() -> None:
 def test_a_node_that_cannot_go_on_says_why_and_is_lost() -> None:
     harness = coordinating()
     harness.send(3, Failed("out of memory"))
-    assert harness.env.events[0] == Event("gone", 0, "out of memory", "n3")
+    assert harness.env.events[0] == Event("lost", 0, "out of memory", "n3")
     assert_goes_on(harness, 3)
     env = RecordingEnv()
     coordinator = new_coordinator(env, 1)
@@ -364,10 +362,10 @@ def test_a_node_that_joins_averages_and_steps_and_recovers_and_then_gets_microba
     assert harness.coordinator.iteration == 2
     assert any(isinstance(each, Commit) for each in harness.env.new_messages()[6])
     harness.send(6, Recovered(2, 0))
-    assert harness.env.event_kinds()[-1] == "able"
-    assert [note["learning"] for note in harness.env.wal if "plan" in note][-1] == [6]
+    assert harness.env.event_kinds()[-1] == "recovered"
+    assert [note["recovering"] for note in harness.env.wal if "plan" in note][-1] == [6]
     harness.iterate()
-    assert [note["learning"] for note in harness.env.wal if "plan" in note][-1] == []
+    assert [note["recovering"] for note in harness.env.wal if "plan" in note][-1] == []
 
 
 def test_an_iteration_waits_for_a_recovering_node_and_not_for_a_lost_one() -> None:
@@ -458,7 +456,7 @@ def test_a_source_that_is_lost_in_a_pause_is_replaced() -> None:
 def test_a_node_that_is_restarted_is_lost_and_new() -> None:
     harness = coordinating()
     harness.send(3, HELLO)
-    assert harness.env.event_kinds() == ["gone", "rerouted", "joined", "replanned"]
+    assert harness.env.event_kinds() == ["lost", "rerouted", "joined", "replanned"]
     assert harness.env.events[-1].node == "n3" and harness.env.events[-1].text.startswith("takes stage ")
     assert harness.env.logged("welcome")[-1][0] == 3
     assert 3 not in harness.coordinator.nodes

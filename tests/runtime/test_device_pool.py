@@ -40,7 +40,7 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import build_node_executor
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 from skippipe.training.build_run import build_run
 from skippipe.training.job_config import ModelConfig
 from skippipe.training.reference import ReferenceTrainer
@@ -150,7 +150,7 @@ def test_a_divided_stage_computes_what_one_device_does(
     random = torch.Generator().manual_seed(1)
     for number in range(3):
         tokens, labels = torch.randint(0, 96, (2, 2, 6), generator=random)
-        hop = Hop(0, 3, 2) if number else None
+        hop = StageHop(0, 3, 2) if number else None
         made = []
         for each in models:
             outputs = each.begin((0, number), tokens, hop=hop)
@@ -211,7 +211,7 @@ def test_a_lost_device_is_a_slower_node(device: int, during: During) -> None:
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     kinds = [event.kind for _, event in cluster.events]
-    assert kinds.count("slow") == kinds.count("restarted") == 1 and "gone" not in kinds
+    assert kinds.count("slow") == kinds.count("restarted") == 1 and "lost" not in kinds
     assert cluster.nodes[5].devices == {0, 1, 2} - {device}
     assert cluster.coordinator.plan.cluster.nodes[5].devices == 2
     for executor in cluster.executor_of.values():

@@ -316,7 +316,7 @@ def test_a_node_remembers_the_options_of_its_invitation(
     asked = {"--listen": "none", "--tokens": "words", "--devices": "cpu:2", "--join": admission.address}
     given = [word for pair in asked.items() for word in pair]
     invitation = admission.invite().to_text()
-    for words in ([invitation, *given], [], ["--devices", "cpu", "--patience", "9"], []):
+    for words in ([invitation, *given], [], ["--devices", "cpu", "--coordinator-timeout", "9"], []):
         assert skippipe("node", *words).code == 0
     first, second, third, fourth = joined
     assert (first.listen, first.data_folder, first.devices) == ("none", tmp_path / "words", "cpu:2")

@@ -20,18 +20,18 @@ from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.recovery import best_pair
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.messages import (
-    Backup,
     BackupRequest,
     BackupStored,
+    FetchBackup,
+    MakeBackup,
     Ready,
     Recover,
     Recovered,
-    Snapshot,
     StateDigest,
     StateRequest,
 )
 from skippipe.runtime.node.ops import (
-    CopyEnds,
+    CopyBackup,
     Op,
     OpenBackup,
     PlanTransfer,
@@ -138,7 +138,7 @@ def events_of(cluster: VirtualCluster, kind: str) -> list[str]:
 def assert_goes_on_with_trained_ends(cluster: VirtualCluster, before: SymbolicExecutor, lost_in: int) -> int:
     """Age in iterations of the backup that was used."""
     assert cluster.coordinator.state is CoordinatorState.DONE, (cluster.coordinator.failure, cluster.events)
-    (learned,) = (text for text in events_of(cluster, "learning") if "iterations old" in text)
+    (learned,) = (text for text in events_of(cluster, "recovering") if "iterations old" in text)
     age = int(learned.split(" iterations old")[0].split()[-1])
     copied = lost_in - age
     assert copied > 0
@@ -170,7 +170,7 @@ def test_when_the_holder_is_lost_another_node_gets_a_backup() -> None:
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
     assert assert_goes_on_with_trained_ends(cluster, before, 5) <= 2
-    assert f"'n{first}'" not in next(text for text in events_of(cluster, "learning") if "iterations old" in text)
+    assert f"'n{first}'" not in next(text for text in events_of(cluster, "recovering") if "iterations old" in text)
 
 
 def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_before() -> None:
@@ -181,7 +181,7 @@ def test_a_data_node_that_is_lost_while_its_backup_is_fetched_leaves_the_one_bef
     before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
-    lost_in = next(event.iteration for _, event in cluster.events if event.kind == "gone")
+    lost_in = next(event.iteration for _, event in cluster.events if event.kind == "lost")
     assert assert_goes_on_with_trained_ends(cluster, before, lost_in) >= 2, "the new backup was not complete"
 
 
@@ -194,7 +194,7 @@ def test_a_backup_that_is_complete_when_its_data_node_is_lost_is_used() -> None:
     before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
-    lost_in = next(event.iteration for _, event in cluster.events if event.kind == "gone")
+    lost_in = next(event.iteration for _, event in cluster.events if event.kind == "lost")
     assert assert_goes_on_with_trained_ends(cluster, before, lost_in) < 2
 
 
@@ -204,7 +204,7 @@ def test_a_restarted_coordinator_learns_which_node_has_the_backup(both_at_once: 
     before = cluster.executor_of[0]
     assert isinstance(before, SymbolicExecutor)
     cluster.run()
-    assert events_of(cluster, "recovered")
+    assert events_of(cluster, "coordinator-restarted")
     assert_goes_on_with_trained_ends(cluster, before, 4)
 
 
@@ -219,7 +219,7 @@ def test_without_a_backup_the_run_pauses_and_says_what_is_lost(restarted: bool) 
     (paused,) = (text for text in events_of(cluster, "paused") if "is lost" in text)
     assert "checkpoint.every" in paused
     assert len(cluster.reports) == 4, "nothing is trained with new ones"
-    assert not events_of(cluster, "learning")
+    assert not events_of(cluster, "recovering")
     assert [coordinator.membership[node].stage for node in (1, 2, 3, 4)] == [1, 1, 2, 2], (
         "and no node gives up what it has"
     )
@@ -257,7 +257,7 @@ def test_a_checkpoint_or_a_backup(lost_stage: str, every: int, origin: str) -> N
     )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert any(origin in text for text in events_of(cluster, "learning")), cluster.events
+    assert any(origin in text for text in events_of(cluster, "recovering")), cluster.events
     for node in data_nodes(cluster):
         machine = cluster.executor_of[node]
         assert isinstance(machine, SymbolicExecutor)
@@ -271,15 +271,15 @@ def test_a_backup_is_made_fetched_and_made_again() -> None:
     harness = coordinating(9, plan_over(*ONE, False, "ring"), recovery=recovery(2))
     harness.iterate()
     target = holder_of(ONE)
-    assert Snapshot(1) in harness.env.new_messages()[0]
+    assert MakeBackup(1) in harness.env.new_messages()[0]
     harness.send(0, BackupStored(1))
-    assert harness.env.new_messages() == {target: [Backup(0, 1)]}
+    assert harness.env.new_messages() == {target: [FetchBackup(0, 1)]}
     harness.iterate()
-    assert not any(isinstance(each, Snapshot) for each in harness.env.new_messages()[0]), "one is on its way"
+    assert not any(isinstance(each, MakeBackup) for each in harness.env.new_messages()[0]), "one is on its way"
     harness.send(target, BackupStored(1))
     assert harness.coordinator.membership[target].backup == 1
     harness.iterate()
-    assert Snapshot(3) in harness.env.new_messages()[0]
+    assert MakeBackup(3) in harness.env.new_messages()[0]
 
 
 def test_a_node_that_fetches_a_replaced_backup_gets_the_next() -> None:
@@ -307,7 +307,7 @@ def test_a_node_that_fetches_a_replaced_backup_gets_the_next() -> None:
 def test_a_node_stores_only_what_it_requested_and_says_what_it_has() -> None:
     bench = Bench(2)
     bench.begin(3)
-    bench.hear(Backup(0, 3))
+    bench.hear(FetchBackup(0, 3))
     bench.work()
     assert bench.asked == [(0, BackupRequest(3, 0, 1, 3))]
     bench.node.handle_peer_control(0, StateDigest(0, "sound", 3))
@@ -387,13 +387,13 @@ def test_the_ends_come_back_bit_for_bit(tied: bool, monkeypatch: pytest.MonkeyPa
     for number in range(2):
         data.tasks.weights.gradient.copy_(noise(number, size))
         stepped(data, 2)
-    data.run(CopyEnds(2))
+    data.run(CopyBackup(2))
     expected = ends_of(data)
     assert len(expected) == (2 if tied else 3)
     copy_from(data, holder, 2)
     data.tasks.weights.gradient.copy_(noise(5, size))
     stepped(data, 2)
-    data.run(CopyEnds(3))
+    data.run(CopyBackup(3))
     (first, *_) = holder.run(OpenBackup(0, 3))
     assert holder.run(StoreBackup(first, *data.run(ReadState(first.first, first.count, 2, backup=3)))) is True
     assert holder.run(StoreBackup(first, encode(torch.zeros(first.count), "fp32"), "0" * 64)) is False
@@ -426,7 +426,7 @@ def test_the_loss_goes_on_near_where_it_was(monkeypatch: pytest.MonkeyPatch) -> 
     cluster, copied = with_tensors(plan, spec, 30, kill(0).at(24))
     losses = [report.loss for report in cluster.reports]
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert any("iterations old" in text for text in events_of(cluster, "learning"))
+    assert any("iterations old" in text for text in events_of(cluster, "recovering"))
     learned = losses[0] - losses[23]
     assert learned > 0.5, losses
     assert losses[24] < losses[23] + learned / 2, losses

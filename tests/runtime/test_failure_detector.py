@@ -59,7 +59,7 @@ def test_a_silent_node_is_gone() -> None:
     harness.wait(5, 3)
     assert 3 in harness.coordinator.nodes
     harness.wait(1, 3)
-    assert harness.env.events[0] == Event("gone", 0, "no heartbeat for 5 s", "n3")
+    assert harness.env.events[0] == Event("lost", 0, "no heartbeat for 5 s", "n3")
     assert harness.coordinator.nodes == [0, 1, 2, 4, 5]
     harness.wait(20)
     assert harness.coordinator.nodes == [0, 1, 2, 4, 5]
@@ -90,7 +90,7 @@ def test_a_silent_node_that_builds_its_stage_is_declared_dead_later() -> None:
     harness.wait(20, 2)
     assert not harness.env.events
     harness.wait(1, 2)
-    assert harness.env.events == [Event("gone", 0, "no heartbeat for 20 s", "n2")]
+    assert harness.env.events == [Event("lost", 0, "no heartbeat for 20 s", "n2")]
 
 
 def test_a_node_that_is_back_while_others_build_builds_its_stage_again() -> None:
@@ -102,7 +102,7 @@ def test_a_node_that_is_back_while_others_build_builds_its_stage_again() -> None
     assert is_now(coordinator, CoordinatorState.PREPARING)
     harness.send(2, HELLO)
     assert env.logged("welcome")[6:] == [(2, coordinator.plan.stage_of[2], None)]
-    assert env.event_kinds() == ["gone", "joined"]
+    assert env.event_kinds() == ["lost", "joined"]
     harness.send(5, Ready())
     assert is_now(coordinator, CoordinatorState.PREPARING), "it is waited for"
     harness.send(2, Ready())
@@ -114,7 +114,7 @@ def test_a_node_that_is_cut_off_while_it_builds_is_declared_dead() -> None:
     harness.send(6, HELLO)
     assert harness.coordinator.membership[6].state is MemberState.BUILDING
     harness.wait(21, 6)
-    assert harness.env.events[-1] == Event("gone", 0, "no heartbeat for 20 s", "n6")
+    assert harness.env.events[-1] == Event("lost", 0, "no heartbeat for 20 s", "n6")
 
 
 def test_a_node_that_sends_heartbeats_and_does_not_get_its_stage_built_is_given_up() -> None:
@@ -124,7 +124,7 @@ def test_a_node_that_sends_heartbeats_and_does_not_get_its_stage_built_is_given_
     harness.wait(31)
     assert 6 in harness.coordinator.membership
     harness.wait(1)
-    assert harness.env.events[-1] == Event("gone", 0, "it has been building its stage for 30 s", "n6")
+    assert harness.env.events[-1] == Event("lost", 0, "it has been building its stage for 30 s", "n6")
 
 
 def waited_for(*nodes: int) -> CoordinatorHarness:
@@ -169,7 +169,7 @@ def test_a_broken_link_restarts_the_iteration_without_it() -> None:
     assert harness.coordinator.plan.cluster.bandwidth_bytes_per_s[2, 3] == 0
     harness.send(3, LinkDown(2, 2))
     assert not harness.env.sent, "that is known"
-    assert [event.kind for event in harness.env.events][:1] == ["cut"]
+    assert [event.kind for event in harness.env.events][:1] == ["link-down"]
     harness.iterate()
     assert harness.coordinator.iteration == 1
 
@@ -181,9 +181,9 @@ def test_a_silent_peer_is_no_broken_link() -> None:
     harness.send(4, LinkDown(3, 1))
     assert not harness.env.events, "it has not been heard of here either"
     harness.wait(2, 3)
-    assert harness.env.event_kinds()[0] == "gone"
+    assert harness.env.event_kinds()[0] == "lost"
     harness.wait(2)
-    assert "cut" not in harness.env.event_kinds()
+    assert "link-down" not in harness.env.event_kinds()
 
 
 def test_a_peer_that_sends_heartbeats_again_has_a_broken_link() -> None:
@@ -191,7 +191,7 @@ def test_a_peer_that_sends_heartbeats_again_has_a_broken_link() -> None:
     harness.wait(4, 3)
     harness.send(2, LinkDown(3, 1))
     harness.wait(1)
-    assert harness.env.events[0] == Event("cut", 0, "cannot reach 'n3'", "n2")
+    assert harness.env.events[0] == Event("link-down", 0, "cannot reach 'n3'", "n2")
 
 
 def test_two_of_a_stage_that_cannot_reach_each_other_cannot_average() -> None:
@@ -407,7 +407,7 @@ def test_a_restarted_coordinator_waits_for_all_nodes_and_begins_with_a_higher_ep
     epochs = {begin.epoch for begin in begins.values() if isinstance(begin, Begin)}
     assert len(epochs) == 1
     assert min(epochs) > 3
-    assert "recovered" in harness.env.event_kinds()
+    assert "coordinator-restarted" in harness.env.event_kinds()
     harness.iterate()
     assert harness.coordinator.iteration == 3
     assert harness.env.wal[-1]["commit"] == 2

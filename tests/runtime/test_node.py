@@ -196,7 +196,7 @@ def test_what_another_knows_first_waits_for_the_news() -> None:
 
 
 IN_THE_WRONG_PHASE: dict[str, ControlMessage] = {
-    "a step before gradients are averaged": Commit(0, 1.0, 1.0, False, False, False),
+    "a step before gradients are averaged": Commit(0, 1.0, 1.0),
     "averaging that nobody has settled": Average(0, 0, [4, 4, 4]),
     "of a node": Ready(),
     "a greeting": Hello("127.0.0.1:1", "1"),
@@ -232,14 +232,14 @@ def test_a_change_of_another_iteration_or_epoch_changes_nothing(old: ControlMess
 def test_a_step_is_taken_once_and_only_of_this_iteration() -> None:
     bench = Bench(5, plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 3), (1, 2, 4)))).begin(1)
     assert bench.work() == ["measure 0 alone"], "nobody comes here"
-    bench.hear(Commit(0, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(0, 1.0, 1.0, wait=True))
     assert bench.work() == []
-    bench.hear(*[Commit(1, 1.0, 1.0, True, False, False)] * 2)
+    bench.hear(*[Commit(1, 1.0, 1.0, wait=True)] * 2)
     assert bench.work() == ["optimizer step"]
     assert bench.heard()[-1] == Stepped(1)
     assert [what.split(" while ")[0] for _, what in bench.node.dropped] == ["Commit"] * 2
     assert bench.node.dropped.total() == 2
-    bench.hear(Commit(1, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(1, 1.0, 1.0, wait=True))
     assert bench.work() == []
     assert bench.heard()[-1] == Stepped(1), "a coordinator that was restarted after the step has to know"
 
@@ -269,7 +269,7 @@ def test_state_from_a_checkpoint_that_was_not_requested_is_dropped() -> None:
 def test_a_change_of_an_iteration_whose_step_is_taken_is_dropped() -> None:
     bench = Bench(2).begin()
     average_alone(bench)
-    bench.hear(Commit(0, 1.0, 1.0, True, False, False)).work()
+    bench.hear(Commit(0, 1.0, 1.0, wait=True)).work()
     bench.hear(Reroute(0, 1, [3], [[0, 1, 0, 2, 4]], []))
     assert bench.node.phase is NodePhase.WAITING
 
@@ -305,7 +305,7 @@ def test_a_node_says_how_far_it_is() -> None:
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 4, "RUNNING")
     average_alone(bench)
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 4, "AVERAGED")
-    bench.hear(Commit(4, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(4, 1.0, 1.0, wait=True))
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 5, "STEPPING")
     bench.work()
     assert bench.node.hello("here", "1") == Hello("here", "1", 3, 5, "WAITING")
@@ -314,7 +314,7 @@ def test_a_node_says_how_far_it_is() -> None:
 def test_a_beginning_during_the_step_waits_for_it_and_brings_the_new_plan() -> None:
     bench = Bench(5, plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 3), (1, 2, 4)))).begin()
     bench.work()
-    bench.hear(Commit(0, 1.0, 1.0, True, False, False))
+    bench.hear(Commit(0, 1.0, 1.0, wait=True))
     bench.decide()
     changed = plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 5), (1, 2, 4)))
     bench.hear(NewPlan(changed.to_json()), Begin(1, 4, False))

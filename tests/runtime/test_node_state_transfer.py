@@ -119,7 +119,7 @@ def test_state_after_the_last_step_before_a_pause_is_of_the_next_iteration() -> 
     """Or a node that recovers, and has not taken that step yet, takes it twice."""
     bench = Bench(2).begin(4)
     average_alone(bench)
-    bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
+    bench.hear(Commit(4, 1.0, 1.0, wait=True)).work()
     bench.node.handle_peer_control(6, StateRequest(1, 0, 1, 0))
     assert bench.work() == ["read state"]
     assert [message.header for to, message in bench.sent_messages if to == 6] == [StatePiece(5, 0)]
@@ -144,7 +144,7 @@ def test_a_node_that_waits_takes_no_state_from_before_the_step_that_is_committed
 def test_a_node_that_has_stepped_and_waits_takes_no_state_from_before_that_step() -> None:
     bench = Bench(5, plan_of(6, ((0, 1), (2,), (3, 4), (5,)), ((0, 2, 3), (1, 2, 4)))).begin(4)
     bench.hear(Recover(StateSource("replica", (3,), (3,), (1.0,), 4, iterations=4), 0)).work()
-    bench.hear(Commit(4, 1.0, 1.0, True, False, False)).work()
+    bench.hear(Commit(4, 1.0, 1.0, wait=True)).work()
     assert bench.node.phase is NodePhase.WAITING
     for iteration in (4, 5):
         bench.node.handle_peer_control(3, StateDigest(0, "sound", 0))

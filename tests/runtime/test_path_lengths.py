@@ -152,7 +152,7 @@ def test_a_recipe_that_says_what_is_usual_changes_nothing() -> None:
     assert silent.reports == said.reports
     assert silent.wal == said.wal
     assert silent.finished_ns == said.finished_ns
-    assert [sorted(record)[0] for record in said.wal] == ["learning", "commit", "commit", "commit", "done"]
+    assert [sorted(record)[0] for record in said.wal] == ["recovering", "commit", "commit", "commit", "done"]
 
 
 # What the coordinator tells and notes
@@ -308,7 +308,7 @@ def test_an_heir_that_runs_the_head_before_its_own_forward_pass(monkeypatch: pyt
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
     assert unprepared
-    assert [event.kind for _, event in cluster.events] == ["gone", "rerouted", "replanned"]
+    assert [event.kind for _, event in cluster.events] == ["lost", "rerouted", "replanned"]
 
 
 @pytest.mark.slow

@@ -70,10 +70,10 @@ def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) 
     )
     assert_struck(outcome)
     for node in (0, 3):
-        assert "signal 9" in outcome.said("gone", node)[0]
+        assert "signal 9" in outcome.said("lost", node)[0]
         assert outcome.said("rerouted", node), "their microbatches go on another way"
         assert outcome.said("joined", node), "they are started again"
-    assert outcome.said("able", 0), outcome.timeline()
+    assert outcome.said("recovered", 0), outcome.timeline()
     assert not outcome.said("restarted"), "no iteration is begun again"
 
 
@@ -81,7 +81,7 @@ def test_a_data_node_in_its_head_then_a_middle_node_in_its_backward(play: Play) 
 def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
     outcome = play(kill(ONLY).at(iteration=3, during="forward").back_after(0.2), iterations=12, kept_every=2)
     assert_struck(outcome)
-    assert any("from the newest checkpoint" in text for text in outcome.said("learning")), outcome.timeline()
+    assert any("from the newest checkpoint" in text for text in outcome.said("recovering")), outcome.timeline()
     assert any("a stage is left out" in text for text in outcome.said("rerouted", ONLY))
     assert outcome.metrics[3]["visits"][2] == 0, "nobody had a gradient for it"
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
@@ -91,7 +91,7 @@ def test_the_last_replica_comes_back_to_a_checkpoint(play: Play) -> None:
 def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
     outcome = play(kill(ONLY).at(iteration=2, during="backward").back_after(0.2), iterations=12)
     assert_struck(outcome)
-    assert any("from its neighbours" in text for text in outcome.said("learning")), outcome.timeline()
+    assert any("from its neighbours" in text for text in outcome.said("recovering")), outcome.timeline()
     assert outcome.metrics[-1]["visits"][2] > 0, "it is visited again"
 
 
@@ -99,7 +99,7 @@ def test_the_last_replica_is_rebuilt_from_its_neighbours(play: Play) -> None:
 def test_all_data_nodes_are_lost_and_their_embedding_comes_from_a_copy(play: Play) -> None:
     outcome = play(*(kill(node).at(iteration=4, during="forward").back_after(0.2) for node in (0, 1, 2)), iterations=8)
     assert_struck(outcome)
-    assert any("head from the backup on" in text for text in outcome.said("learning")), outcome.timeline()
+    assert any("head from the backup on" in text for text in outcome.said("recovering")), outcome.timeline()
 
 
 @pytest.mark.slow  # test_averaging.py, test_virtual_chaos.py
@@ -112,7 +112,7 @@ def test_a_node_in_averaging_then_one_with_a_copy_for_a_checkpoint(play: Play) -
     )
     assert_struck(outcome)
     assert outcome.said("rerouted", 7), outcome.timeline()
-    assert outcome.said("gone", ONLY)
+    assert outcome.said("lost", ONLY)
     assert any("given up" in text for text in outcome.said("checkpoint"))
     kept = Checkpoints(Path(outcome.scene.job.output) / "checkpoints").complete()
     assert [place.name for place in kept] == ["000012", "000010"], "later ones are made"
@@ -127,15 +127,15 @@ def test_one_that_is_killed_while_it_learns_learns_again(play: Play) -> None:
     )
     assert_struck(outcome)
     assert len(outcome.said("joined", 8)) == 2, outcome.timeline()
-    assert len(outcome.said("gone", 8)) == 2
-    assert len(outcome.said("able", 8)) == 1
+    assert len(outcome.said("lost", 8)) == 2
+    assert len(outcome.said("recovered", 8)) == 1
 
 
 @pytest.mark.slow  # test_fencing.py, test_virtual_chaos.py
 def test_a_frozen_node_starts_over(play: Play) -> None:
     outcome = play(freeze(node=8).at(iteration=1, during="forward").back_after(1.5), iterations=13)
     assert_struck(outcome)
-    assert outcome.said("gone", 8) == ["no heartbeat for 1 s"], outcome.timeline()
+    assert outcome.said("lost", 8) == ["no heartbeat for 1 s"], outcome.timeline()
     assert outcome.said("joined", 8), "when it was thawed"
 
 
@@ -144,9 +144,9 @@ def test_a_cut_link_is_done_without(play: Play) -> None:
     fault = cut(0, 4).at(iteration=1, during="forward").back_after(30)  # while the plan is the one that uses it
     outcome = play(fault, iterations=8)
     assert_struck(outcome)
-    assert outcome.said("cut"), outcome.timeline()
-    assert not outcome.said("gone", 0)
-    assert not outcome.said("gone", 4)
+    assert outcome.said("link-down"), outcome.timeline()
+    assert not outcome.said("lost", 0)
+    assert not outcome.said("lost", 4)
 
 
 @pytest.mark.slow  # test_fencing.py, test_reroute.py
@@ -158,11 +158,11 @@ def test_a_link_that_is_cut_without_a_word_is_done_without(play: Play) -> None:
         build_s=1.5 * HEARTBEAT_S,  # they speak meanwhile, or all would be gone
     )
     assert_struck(outcome)
-    assert outcome.said("cut", 0) == ["cannot reach 'n4'"], outcome.timeline()
-    assert outcome.said("cut", 6) or outcome.said("cut", 7), outcome.timeline()
+    assert outcome.said("link-down", 0) == ["cannot reach 'n4'"], outcome.timeline()
+    assert outcome.said("link-down", 6) or outcome.said("link-down", 7), outcome.timeline()
     assert not [text for text in outcome.said("restarted") if "waited" in text], "it is known before patience ends"
     assert not outcome.said("slow"), "who waits for a link is not slow"
-    gone = [event["node"] for event in outcome.events if event["kind"] == "gone"]
+    gone = [event["node"] for event in outcome.events if event["kind"] == "lost"]
     assert len(gone) <= 1, "one of the two who cannot average any more"
     assert set(gone) <= {"n6", "n7"}
 
@@ -175,16 +175,18 @@ def test_two_at_once_for_good(play: Play) -> None:
         iterations=6,
     )
     assert_struck(outcome)
-    assert outcome.said("gone", 1)
-    assert outcome.said("gone", 4)
+    assert outcome.said("lost", 1)
+    assert outcome.said("lost", 4)
     assert any("7 nodes take microbatches" in text for text in outcome.said("replanned")), outcome.timeline()
 
 
 def test_the_coordinator_is_killed_and_started_again_elsewhere(play: Play) -> None:
     outcome = play(kill_coordinator().at(iteration=3, during="backward").back_after(0.3), iterations=6, joined=True)
     assert_struck(outcome)
-    assert any("9 nodes are where they were" in text for text in outcome.said("recovered")), outcome.timeline()
-    assert not outcome.said("learning"), "nobody has lost anything"
+    assert any("9 nodes are where they were" in text for text in outcome.said("coordinator-restarted")), (
+        outcome.timeline()
+    )
+    assert not outcome.said("recovering"), "nobody has lost anything"
 
 
 @pytest.mark.slow  # test_coordinator.py, test_virtual_chaos.py: gradients; test_run.py, test_storage.py: full disks
@@ -211,5 +213,5 @@ def test_a_relay_that_is_killed_and_comes_back(run_setup: RunSetup, tmp_path: Pa
     outcome = chaos.run()
     outcome.check()
     assert_struck(outcome)
-    assert outcome.said("gone") == ["relay 'hub'"], outcome.timeline()
+    assert outcome.said("lost") == ["relay 'hub'"], outcome.timeline()
     assert len([text for text in outcome.said("joined") if text.startswith("relay")]) == 2, outcome.timeline()

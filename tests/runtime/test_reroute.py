@@ -464,7 +464,7 @@ def test_a_change_of_the_next_iteration_waits_for_it() -> None:
     for microbatch in range(2):
         bench.take(3, hop(0, 3, microbatch)).work()
         bench.take(0, hop(0, 5, microbatch)).work()
-    bench.hear(Commit(0, 1.0, 1.0, False, False, False), Reroute(1, 1, [3], [[0, 0, 0, 2, 4, 5]], []))
+    bench.hear(Commit(0, 1.0, 1.0), Reroute(1, 1, [3], [[0, 0, 0, 2, 4, 5]], []))
     bench.take(4, hop(0, 3, iteration=1, epoch=1))
     assert bench.work() == ["optimizer step", "0/0 step 3"]
     assert not bench.node.dropped

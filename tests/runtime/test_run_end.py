@@ -232,7 +232,7 @@ def test_to_stop_without_the_weights_of_a_stage_fails() -> None:
 
 # Checkpoints
 
-KEPT = Commit(0, 0.0, 0.0, last=True, kept=True, recorded=False)
+KEPT = Commit(0, 0.0, 0.0, wait=True, snapshot=True)
 """After the last of one iteration: the step is taken, and a copy is wanted."""
 
 
@@ -356,7 +356,7 @@ def test_a_checkpoint_is_made_while_training_goes_on() -> None:
     harness.env.new_messages()
     harness.iterate()
     messages = harness.env.new_messages()
-    kept = {node for node, controls in messages.items() if any(isinstance(e, Commit) and e.kept for e in controls)}
+    kept = {node for node, controls in messages.items() if any(isinstance(e, Commit) and e.snapshot for e in controls)}
     assert kept == {0, 2, 3}, "one of each stage"
     assert messages[0][-1] == GatherState(0, True, ANY_ID)
     assert GatherState(0, True, ANY_ID) not in messages[2]

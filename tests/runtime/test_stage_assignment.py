@@ -26,7 +26,7 @@ from tests.helpers.single_coordinator import HELLO, CoordinatorHarness, coordina
 from tests.helpers.single_node import AT_ONCE, LEARNING
 
 pytestmark = pytest.mark.usefixtures("quiet_nodes")
-EXTERNAL = ("gone", "joined", "cut")
+EXTERNAL = ("lost", "joined", "link-down")
 NUMBERS = re.compile(r"(?P<after>[\d.e+-]+) s instead of (?P<before>[\d.e+-]+ s|for ever)")
 
 

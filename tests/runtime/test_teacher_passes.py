@@ -81,7 +81,8 @@ class Watched:
                 self.seen.setdefault(op.iteration, set()).add(number)
                 key = op.iteration, op.lane, op.microbatch, op.step
                 self.steps[key] = self.steps.get(key, 0) + 1
-            assert not isinstance(op, StageTask) or op.length == 4 or op.step != op.length or op.lesson is not None
+            is_taught_head = isinstance(op, StageTask) and op.length < 4 and op.step == op.length
+            assert not is_taught_head or op.teacher_hidden is not None
             begin(number, op)
 
         played.cluster.start_op = start  # type: ignore[method-assign]

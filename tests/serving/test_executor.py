@@ -33,7 +33,7 @@ from skippipe.serving.step_protocol import (
     StepInput,
     StepRefused,
 )
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 from tests.helpers.model_folders import LAYERS, TOKENIZER, checkpoint_in, export_to, made
 from tests.helpers.models import tiny, whole_model
 from tests.helpers.quick import MOST_FAMILIES_SLOW
@@ -284,7 +284,7 @@ def test_adapters_are_where_their_layers_are_and_count_there(monkeypatch: pytest
         cached = CachedStage(stage, 512)
         for start, count in ((0, 7), (7, 1)):
             rows = BatchRows((0, 1), (start, start), (count, count))
-            output = cached.forward(torch.zeros(2, count, 32), rows, hop=Hop(0, 2, 1))
+            output = cached.forward(torch.zeros(2, count, 32), rows, hop=StageHop(0, 2, 1))
             assert output.shape == (2, count, 32) and output.device.type == "cpu"
         for cache in cached._caches:
             assert [pair[0].device.type for pair in cache.stores if pair is not None] == where

@@ -341,7 +341,7 @@ def test_ctrl_c_ends_all_and_says_so(server: Server, theirs: Theirs) -> None:
         (["--token-file", "open"], "chmod 600"),
         (["--token-file", "empty"], "has no token"),
         (["--token-file", "missing"], "cannot be read"),
-        (["--floor", "2"], "--floor: 2 is not between 0 and 1"),
+        (["--min-coverage", "2"], "--min-coverage: 2 is not between 0 and 1"),
         (["--nodes", "2"], "2 nodes cannot hold 3 stages"),
         (["--nodes", "6", "--keys", "keys"], "leave it out"),
         (["--keys", "keys"], "peers.json: no such file"),
@@ -410,7 +410,18 @@ class Joining:
         for name, pair in pairs.items():
             KeyFile(name, pair, own.public).save(place / f"{name}.key")
         self.at = f"127.0.0.1:{free_port('127.0.0.1')}"
-        options = ("--keys", place / "keys", "--listen", self.at, "--floor", "2/3", "--patience", 0.5, "--grace", 0.5)
+        options = (
+            "--keys",
+            place / "keys",
+            "--listen",
+            self.at,
+            "--min-coverage",
+            "2/3",
+            "--wait-timeout",
+            0.5,
+            "--grace",
+            0.5,
+        )
         self.server = Server(folder, "--port", 0, *options)
         self.nodes: dict[str, Command] = {}
 

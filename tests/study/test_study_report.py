@@ -231,7 +231,7 @@ def test_report(tmp_path: Path, skippipe: Command) -> None:
     assert (refused.code, "no such file; 'skippipe study run" in refused.err) == (2, True)
     lines.write_text("".join(json.dumps(each) + "\n" for each in RESULTS))
     study.write_text(STUDY_FILE.replace("8_000_000", "9_000_000"))
-    made = skippipe("study", "report", lines, "--study", study, "--out", out, "--no-times")
+    made = skippipe("study", "report", lines, "--study", study, "--output", out, "--no-times")
     assert (made.code, made.err) == (0, "Made with other settings than study.toml has now: full, third, small.\n")
     assert "| third | 46.3M | 2 |" in made.out
     assert sorted(path.name for path in out.iterdir()) == ["loss-tokens.png", "report.html", "tables.md"]

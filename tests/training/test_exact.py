@@ -193,7 +193,7 @@ def test_a_node_that_is_lost_while_it_averages_at_low_rank_comes_back_to_the_sam
     )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert {event.node for _, event in cluster.events if event.kind == "able"} == {"n2"}
+    assert {event.node for _, event in cluster.events if event.kind == "recovered"} == {"n2"}
     replicas: dict[int, list[torch.Tensor]] = {}  # by stage; the node that came back may have taken another one
     for each in cluster.executor_of.values():
         assert isinstance(each, StageExecutor)

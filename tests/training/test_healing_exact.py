@@ -25,7 +25,7 @@ from skippipe.runtime.simulation.fault_injection import During, kill
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.skip_schedule import SkipSchedule
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 from skippipe.study.engine import Engine
 from skippipe.training.reference import ReferenceTrainer
 from tests.helpers.exact_training import assert_exact, plan_of, sampler_of, tensors_of
@@ -139,7 +139,7 @@ def test_a_node_that_is_lost_comes_back_with_the_frozen_weights_and_what_is_trai
     )
     cluster.run()
     assert cluster.coordinator.state is CoordinatorState.DONE, cluster.coordinator.failure
-    assert {event.node for _, event in cluster.events if event.kind == "able"} == {"n2"}
+    assert {event.node for _, event in cluster.events if event.kind == "recovered"} == {"n2"}
     alone = ReferenceTrainer(plan, spec, COARSE, sampler_of(plan))
     expected = [alone.iteration(number).loss for number in range(2)]
     assert [report.loss for report in cluster.reports[:2]] == pytest.approx(expected, rel=1e-4), "no path has changed"
@@ -158,7 +158,7 @@ def test_a_node_that_is_lost_comes_back_with_the_frozen_weights_and_what_is_trai
 
 # A stage by itself
 
-HOPS: Sequence[Hop | None] = (Hop(1, 4, 2), None, Hop(1, 2, 1), Hop(1, 3, 2))
+HOPS: Sequence[StageHop | None] = (StageHop(1, 4, 2), None, StageHop(1, 2, 1), StageHop(1, 3, 2))
 
 
 def stage_1(family: str = "llama", **options: Any) -> StageStep:
@@ -228,7 +228,7 @@ def test_a_path_that_visits_all_stages_uses_nothing_that_is_trained() -> None:
     plain = StageStep(spec.without_adapters(), range(1), OptimConfig(), ends=True)
     disturb({slot.name: slot.of(ends.weights.values) for slot in ends.weights.slots})
     tokens = torch.arange(24).view(2, 12)
-    for hop in (Hop(0, 2, 1), None):
+    for hop in (StageHop(0, 2, 1), None):
         outputs = ends.begin((0, 0), tokens, hop=hop)
         assert ends.backward((0, 0), torch.ones_like(outputs)) is None
         assert ends.weights.gradient.any() == (hop is not None)

@@ -210,7 +210,7 @@ def test_nodes_are_invited_and_one_is_revoked_while_training(
     found = [json.loads(line) for line in events.read_text().splitlines()]
     kinds = {(each["kind"], each["node"]) for each in found}
     assert {("admitted", name) for name in keys} | {("checked", name) for name in keys} <= kinds
-    assert {("revoked", out), ("gone", out), ("refused", out), ("refused", others[0])} <= kinds
+    assert {("revoked", out), ("lost", out), ("refused", out), ("refused", others[0])} <= kinds
     rows = {row["name"]: row for row in skippipe("members", cluster, "--json").json}
     assert [rows[name]["state"] for name in keys] == ["revoked", *["member"] * (NODES - 1)]
     assert all(rows[name]["seen_s"] >= rows[name]["since_s"] > 0 for name in others)
@@ -260,7 +260,7 @@ def test_a_coordinator_that_gets_sigterm_saves_and_leaves_its_nodes_to_the_next(
 def test_nobody_answers(place: Place, names: list[str], refused: Callable[..., str]) -> None:
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     key = place.folder / "keys" / f"{names[0]}.key"
-    why = refused("node", "--join", at, "--key", key, "--patience", "0.5")
+    why = refused("node", "--join", at, "--key", key, "--coordinator-timeout", "0.5")
     assert why.startswith(f"waited 0.5 s for the coordinator: no answer from {at}; is it started")
 
 

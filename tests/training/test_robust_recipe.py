@@ -170,7 +170,7 @@ def trained_through_a_loss(commands: ExitStack, run: Path, *words: object) -> li
     os.kill(process_with_log(run / "logs" / f"{lost}.log"), signal.SIGKILL)
     training.succeeds()
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert {"gone", "able"} <= {each["kind"] for each in events if each["node"] == lost}
+    assert {"lost", "recovered"} <= {each["kind"] for each in events if each["node"] == lost}
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

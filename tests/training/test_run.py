@@ -157,7 +157,8 @@ def lose_a_node(folder: Path, by: int = signal.SIGKILL, **others: Any) -> None:
     watching = Watching(folder, kill)
     run = replace(run_in(folder, LOST_ITERATIONS), **others)
     complain(
-        folder, lambda: run.launch_local(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder))
+        folder,
+        lambda: run.launch_local(watching, watching.started, lambda: ("recovered", "n3") in who_did_what(folder)),
     )
 
 
@@ -177,7 +178,8 @@ def lose_the_fork_server_and_a_node_of_it(folder: Path) -> None:
     watching = Watching(folder, kill)
     run = replace(run_in(folder), restarts=1)
     complain(
-        folder, lambda: run.launch_local(watching, watching.started, lambda: ("able", "n3") in who_did_what(folder))
+        folder,
+        lambda: run.launch_local(watching, watching.started, lambda: ("recovered", "n3") in who_did_what(folder)),
     )
 
 
@@ -296,8 +298,8 @@ def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
     losses = [row[0] for row in told(tmp_path)]
     assert len(losses) == LOST_ITERATIONS, "none is missing, none is told twice"
     assert all(map(math.isfinite, losses))
-    assert next(text for kind, node, text in events(tmp_path) if (kind, node) == ("gone", "n3")).startswith("signal 9")
-    assert {node for kind, node in who_did_what(tmp_path) if kind == "gone"} == {"n3"}
+    assert next(text for kind, node, text in events(tmp_path) if (kind, node) == ("lost", "n3")).startswith("signal 9")
+    assert {node for kind, node in who_did_what(tmp_path) if kind == "lost"} == {"n3"}
     kinds = {kind for kind, _ in who_did_what(tmp_path)}
     assert kinds & {"rerouted", "restarted"}
     assert "replanned" in kinds
@@ -316,7 +318,7 @@ def test_a_killed_node_that_is_started_again_learns_and_takes_part(
         process.join(TIMEOUT_S)
         assert process.exitcode == 0
     assert (tmp_path / "complaint").read_text() == "no complaint"
-    life = ("gone", "joined", "learning", "able")
+    life = ("lost", "joined", "recovering", "recovered")
     found = [kind for kind, node in who_did_what(tmp_path) if node == "n3" and kind in life]
     assert found == list(life)
     assert (tmp_path / "run" / "model" / "config.json").exists(), "then the run was ended, and its weights collected"

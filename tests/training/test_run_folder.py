@@ -217,7 +217,7 @@ def test_what_is_shown_is_of_this_run(tmp_path: Path) -> None:
     Written(tmp_path, plan).iteration(0, 9.0, recorded=True)
     other = Written(tmp_path, plan, resumed=True)
     other.iteration(7, 9.0)
-    other.event("gone", "of another run")
+    other.event("lost", "of another run")
     other.checkpoint(8)
     WriteAheadLog(tmp_path / "journal").close()
     other.wal(plan_line(plan), {"done": 7})
@@ -343,11 +343,11 @@ def test_a_second_run_does_not_destroy_the_first(
     shop: Path, skippipe: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(shop)
-    first = skippipe("train", "job.toml", "--engine", "virtual", "--out", "twice")
+    first = skippipe("train", "job.toml", "--engine", "virtual", "--output", "twice")
     assert first.code == 0, first.err
     written = contents(shop / "twice")
     for engine in ("one-process", "processes"):
-        second = skippipe("train", "job.toml", "--engine", engine, "--out", "twice", "--iterations", "2")
+        second = skippipe("train", "job.toml", "--engine", engine, "--output", "twice", "--iterations", "2")
         assert (second.code, second.out) == (2, "")
         told = "error: output: twice holds a run, 4 iterations on; --resume goes on with it, --force "
         assert second.err.startswith(told)
@@ -358,7 +358,7 @@ def test_a_second_run_does_not_destroy_the_first(
 @pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_waited_for_and_given_up_in_one_line(shop: Path) -> None:
     """The disk is as good as full all along; somebody gives up with Ctrl-C."""
-    run = train(shop, "--engine", "virtual", "--out", "full", program=("-c", FULL_DISK))
+    run = train(shop, "--engine", "virtual", "--output", "full", program=("-c", FULL_DISK))
     assert run.stderr is not None
     said = []
     for line in run.stderr:
@@ -383,11 +383,11 @@ def test_a_model_that_cannot_be_written_is_waited_for_and_given_up_in_one_line(s
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_written_goes_to_the_rescue_folder(shop: Path) -> None:
-    first = train(shop, "--engine", "virtual", "--out", "blocked", "--iterations", "2")
+    first = train(shop, "--engine", "virtual", "--output", "blocked", "--iterations", "2")
     assert first.wait(120) == 0
     shutil.rmtree(shop / "blocked" / "model")
     (shop / "blocked" / "model").write_text("a file where a folder should be")
-    run = train(shop, "--engine", "virtual", "--out", "blocked", "--resume", "--rescue", "safe")
+    run = train(shop, "--engine", "virtual", "--output", "blocked", "--resume", "--rescue", "safe")
     out, err = run.communicate(timeout=120)
     assert run.returncode == 0, err
     assert "the output folder cannot be written: the model goes to safe/model" in err

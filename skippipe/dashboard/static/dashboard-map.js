@@ -4,7 +4,7 @@ import { bytes, byId, draw, make, seconds } from "./dashboard-words.js";
 const LEVELS = 5;
 const GAP = 42; // between columns, for links
 const STATUSES = {
-  works: "at work", learning: "learns its stage's state", here: "has joined", slow: "slow: was waited for",
+  works: "at work", recovering: "fetches its stage's state", here: "has joined", slow: "slow: was waited for",
   lost: "lost", spare: "without a stage",
 };
 const HEADING = 110; // what stands over a column

@@ -7,9 +7,9 @@ import { bytes, byId, count, make, seconds } from "./dashboard-words.js";
 const SILENT_S = 60; // without news, at least, before a run counts as silent
 // colours of events, which have the same names on the terminal and in files
 const MOODS = {
-  gone: "bad", restarted: "warn", replanned: "good", joined: "good", able: "good", paused: "bad", slow: "warn",
-  cut: "warn", "not-finite": "warn", refused: "bad", checkpoint: "warn", checkpointed: "good", validation: "warn",
-  recovered: "good", drill: "warn", ending: "warn", storage: "bad",
+  lost: "bad", restarted: "warn", replanned: "good", joined: "good", recovered: "good", paused: "bad", slow: "warn",
+  "link-down": "warn", "not-finite": "warn", refused: "bad", checkpoint: "warn", checkpointed: "good", validation: "warn",
+  "coordinator-restarted": "good", drill: "warn", ending: "warn", storage: "bad",
 };
 
 const map = new RunMap();

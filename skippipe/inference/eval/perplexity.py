@@ -38,7 +38,7 @@ from skippipe.inference.checkpoint_loader import StagedModel
 from skippipe.inference.likelihood import BATCH_TOKENS, HEAD_ROWS, CountProgress, over_replicas
 from skippipe.json_fields import exists
 from skippipe.plan import Plan
-from skippipe.stage_subset import Hop, StageSubset, Visits, residual_scale_of
+from skippipe.stage_subset import StageHop, StageSubset, Visits, residual_scale_of
 
 DEFAULT_CONTEXT = 512  # tokens of a window, if it is unknown on how many the model was trained
 MAX_LOSS = 700.0  # its perplexity can still be written as a number
@@ -149,7 +149,7 @@ class PrefixTree:
     """Subsets that begin with the same stages, and where others stand in for missing ones, by the same hops."""
 
     complete: list[StageSubset] = field(default_factory=list)
-    onward: dict[tuple[int, Hop | None], dict[float, PrefixTree]] = field(default_factory=dict)
+    onward: dict[tuple[int, StageHop | None], dict[float, PrefixTree]] = field(default_factory=dict)
     """Next stage and the hop from it → its residual scale → the subsets that go on so."""
 
 

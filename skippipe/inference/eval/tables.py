@@ -112,7 +112,7 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
         "layers": list(evaluation.layers),
         "parameters": list(evaluation.parameters),
         "wire": evaluation.wire or None,
-        "drive": evaluation.scaling.mode,
+        "residual_scale": evaluation.scaling.mode,
         **({"exponents": dict(evaluation.scaling.exponents)} if evaluation.scaling.mode == BEST else {}),
         "texts": [
             {"name": text.text, "tokens": text.tokens, "of": len(text.ids), "window": text.length}
@@ -123,14 +123,14 @@ def as_json(evaluation: Evaluation) -> dict[str, Any]:
             text.text: [_size_json(evaluation, size, text.text) for size in evaluation.sizes(text.text)]
             for text in evaluation.texts
         },
-        **({"losing": {"alone": alone, "order": order, "best": exact}} if evaluation.ablation else {}),
+        **({"ablation": {"alone": alone, "order": order, "best": exact}} if evaluation.ablation else {}),
     }
 
 
 def _subset_json(evaluation: Evaluation, subset: StageSubset) -> dict[str, Any]:
     return {
         "stages": list(subset.stages),
-        "drive": subset.residual_scale,
+        "residual_scale": subset.residual_scale,
         "share_of_stages": len(subset.stages) / subset.total,
         "share_of_parameters": evaluation.share_of_parameters(subset),
         "texts": {

@@ -15,22 +15,22 @@ from skippipe.runs.records import MetricsRow
 from skippipe.timeline import HUES
 
 MEANINGS = {
-    "gone": "a node was lost",
+    "lost": "a node was lost",
     "rerouted": "its microbatches went another way, within the iteration",
     "restarted": "the iteration was begun again",
     "replanned": "a new plan held from the next iteration on",
     "joined": "a node joined",
-    "learning": "it received the state of its stage",
-    "able": "it had that state, and got microbatches from the next iteration on",
+    "recovering": "it received the state of its stage",
+    "recovered": "it had that state, and got microbatches from the next iteration on",
     "paused": "nothing could go on; nodes were waited for",
     "slow": "it was waited for, though it sent heartbeats; or speeds differ from the plan",
-    "cut": "a link was down; plans did without it for a while",
+    "link-down": "a link was down; plans did without it for a while",
     "not-finite": "a gradient was not finite, and was left out",
     "refused": "a node, or what it sent, was refused",
     "checkpoint": "a checkpoint that was being made was given up",
     "checkpointed": "a checkpoint was complete",
     "validation": "an evaluation of held-out samples was given up, and is made up for later",
-    "recovered": "the coordinator was restarted",
+    "coordinator-restarted": "the coordinator was restarted",
     "ending": "the end of the run was requested",
     "storage": "the model could not be written, or could be in the end",
     "admitted": "a node that was invited got in with its own key",
@@ -328,10 +328,10 @@ class MarkKind(NamedTuple):
 
 
 MARK_KINDS = (
-    MarkKind("lost: a node or a link", ("gone", "cut"), HUES[2], "x", "X"),
-    MarkKind("begun again, or paused", ("restarted", "paused", "recovered"), HUES[1], "triangle-up", "^"),
+    MarkKind("lost: a node or a link", ("lost", "link-down"), HUES[2], "x", "X"),
+    MarkKind("begun again, or paused", ("restarted", "paused", "coordinator-restarted"), HUES[1], "triangle-up", "^"),
     MarkKind("repaired: another way or plan", ("rerouted", "replanned"), HUES[5], "diamond", "D"),
-    MarkKind("back at work", ("able",), HUES[3], "circle", "o"),
+    MarkKind("back at work", ("recovered",), HUES[3], "circle", "o"),
     MarkKind("slow, or not finite", ("slow", "not-finite"), HUES[4], "square", "s"),
 )
 

@@ -153,14 +153,14 @@ class CommitLoop:
         if pair in estimator.apart() and membership.lacks_relay:  # it was there before: nobody is at fault
             self.replanner.changed = True
             if not paused and (used or same_stage):
-                self.context.log_event("cut", f"cannot reach '{membership.name(peer)}' without a relay", node)
+                self.context.log_event("link-down", f"cannot reach '{membership.name(peer)}' without a relay", node)
                 self.restart("no relay is there")
             return
         costly = reports.add_costly(node, peer, now_ns) if is_costly and not known else []
         if len(costly) > MAX_COSTLY_REPORTS:
             self._evict_reporter(node, costly, now_ns)
             return
-        self.context.log_event("cut", f"cannot reach '{membership.name(peer)}'", node)
+        self.context.log_event("link-down", f"cannot reach '{membership.name(peer)}'", node)
         estimator.exclude(node, peer, now_ns)
         self.replanner.changed = True
         for receiver in cut_off:
@@ -231,7 +231,7 @@ class CommitLoop:
             if self.recovery.is_initial:
                 self.membership[node].state = MemberState.ACTIVE
                 self.replanner.changed = True
-                self.context.log_event("able", "nothing is trained yet: its stage is as the seed has it", node)
+                self.context.log_event("recovered", "nothing is trained yet: its stage is as the seed has it", node)
                 continue
             if not self.recovery.start(node):
                 stage = self.membership[node].stage
@@ -280,7 +280,7 @@ class CommitLoop:
         best = is_best and self.gather.lacks(done) and not self.gather.busy
         holders = self.membership.holders(self.replanner.plan) if best or self.gather.is_due(done) else {}
         if holders:
-            self.gather.last_checkpoint(done, self.replanner.progress.steps, holders)
+            self.gather.snapshot_and_gather(done, self.replanner.progress.steps, holders)
             self.callback.measured(self.replanner.estimator.measured_cluster())
         self.restart(lost)
 
@@ -322,7 +322,9 @@ class CommitLoop:
             waits = last or validates or not possible or node not in replanner.plan.stage_of
             snapshot = node in holders.values()
             recorded = done in self.settings.recorded
-            self.env.send(node, Commit(self.current.number, rate, scale, waits, snapshot, recorded))
+            self.env.send(
+                node, Commit(self.current.number, rate, scale, wait=waits, snapshot=snapshot, recorded=recorded)
+            )
         if last:
             self.context.enter(CoordinatorState.STEPPING)
         else:

@@ -16,7 +16,7 @@ from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
 from skippipe.runtime.coordinator.membership import Member, Membership, MemberState
 from skippipe.runtime.coordinator.settings import RecoverySettings
-from skippipe.runtime.messages import COORDINATOR, Backup, BackupStored, Recover, Snapshot
+from skippipe.runtime.messages import COORDINATOR, BackupStored, FetchBackup, MakeBackup, Recover
 from skippipe.runtime.state_source import StateSource
 
 BACKUPS = 2  # that a node has memory for: the one that is stored, and the next one while it arrives
@@ -74,14 +74,14 @@ class EmbeddingBackup:
             source, target = pair
             members = self.membership[source], self.membership[target]
             self._transfer = Transfer(source, target, self.completed, members)
-            self.env.send(source, Snapshot(self.completed))
+            self.env.send(source, MakeBackup(self.completed))
 
     def stored(self, node: int, stored: BackupStored) -> None:
         """The data node has made the snapshot, or the other node has all of it, perhaps after the loss of the first."""
         transfer, member = self._transfer, self.membership[node]
         if transfer is not None and (node, stored.iterations) == (transfer.source, transfer.iterations):
             if self._in_transfer():
-                self.env.send(transfer.target, Backup(node, stored.iterations))
+                self.env.send(transfer.target, FetchBackup(node, stored.iterations))
         elif member.state is MemberState.ACTIVE and member.stage != 0 and stored.iterations <= self.completed:
             member.backup = stored.iterations
             if transfer is not None and (node, stored.iterations) == (transfer.target, transfer.iterations):
@@ -206,7 +206,7 @@ class RecoverySourceSelector:
             member.sources = ()
             return bool(self.membership.active)  # one that cannot be reached now
         member.sources = source.all_sources
-        self.log_event("learning", f"stage {member.stage} {self._describe(source)}", node)
+        self.log_event("recovering", f"stage {member.stage} {self._describe(source)}", node)
         self.env.send(node, Recover(source, self.membership.assign(node)))
         return True
 

@@ -68,7 +68,7 @@ class Startup:
         relays, joining = self.membership.relays, self.context.state is CoordinatorState.JOINING
         if info is None:
             relays.pop(name, None)
-            self.context.log_event("gone", f"relay '{name}'")
+            self.context.log_event("lost", f"relay '{name}'")
         else:
             relays[name], self.membership.relay_since_ns = info, self.env.now_ns()
             self.replanner.changed |= self.replanner.estimator.relay_came() and not joining
@@ -88,7 +88,7 @@ class Startup:
             return
         membership.apart.add(frozenset({a, b}))
         where = "they meet at a relay" if membership.relays else "a relay would help ('skippipe relay')"
-        self.context.log_event("cut", f"can neither call '{membership.name(b)}' nor be called by it: {where}", a)
+        self.context.log_event("link-down", f"can neither call '{membership.name(b)}' nor be called by it: {where}", a)
         if membership.relays:
             self.replanner.changed |= estimator.relay_came()
 
@@ -113,7 +113,7 @@ class Startup:
             return
         new = len(self.membership.in_state(MemberState.SPARE))
         there = len(self.membership.members) - new
-        self.context.log_event("recovered", f"{there} nodes are where they were, {new} are new")
+        self.context.log_event("coordinator-restarted", f"{there} nodes are where they were, {new} are new")
         for node in misplaced:
             self.context.evict(node, "it is not where the others are")
         if self.context.state is CoordinatorState.FAILED:

@@ -160,10 +160,10 @@ class CheckpointGather:
         """Are checkpoints made, but none yet of so many iterations?"""
         return self.every > 0 and self.env.checkpoint_store is not None and self.made != iterations
 
-    def last_checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
-        """All nodes have taken their last step: they take snapshots now, which are gathered."""
+    def snapshot_and_gather(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
+        """Nodes wait between two iterations, or after the last: they take snapshots now, which are gathered."""
         for node in holders.values():
-            self.env.send(node, Commit(iterations - 1, 0.0, 0.0, last=True, kept=True, recorded=False))
+            self.env.send(node, Commit(iterations - 1, 0.0, 0.0, wait=True, snapshot=True))
         self.checkpoint(iterations, steps, holders)
 
     def checkpoint(self, iterations: int, steps: Sequence[int], holders: Mapping[int, int]) -> None:
@@ -179,7 +179,7 @@ class CheckpointGather:
             return False
         self._repeated = True
         self._store.move()
-        self.last_checkpoint(iterations, steps, holders)
+        self.snapshot_and_gather(iterations, steps, holders)
         return True
 
     def gather_weights(self, holders: Mapping[int, int]) -> None:

@@ -285,7 +285,7 @@ class Coordinator:
     def _activate(self, node: int, member: Member) -> None:
         member.state, member.sources = MemberState.ACTIVE, ()
         self._replanner.changed = True
-        self.log_event("able", f"has the state of stage {member.stage}", node)
+        self.log_event("recovered", f"has the state of stage {member.stage}", node)
         self._resume_if_paused()
 
     def _resume_if_paused(self) -> None:
@@ -308,7 +308,7 @@ class Coordinator:
         if not self.settings.recovery.fault_tolerant and self.state is not CoordinatorState.JOINING:
             self.fail(f"node '{self._name(node)}' is gone ({how}) while it was waited for {self.state.value}")
             return
-        self.log_event("gone", how, node)
+        self.log_event("lost", how, node)
         self.membership.remove(node)
         self._startup.lost(node)
         self.env.disconnect(node)
@@ -453,7 +453,7 @@ class Coordinator:
         if self._aborts or not self._gather.lacks(self._commits.end):
             self._gather.gather_weights(holders)
         elif not self._gather.busy:
-            self._gather.last_checkpoint(self._commits.end, self.progress.steps, holders)
+            self._gather.snapshot_and_gather(self._commits.end, self.progress.steps, holders)
 
     def _continue_gathering(self) -> None:
         gather = self._gather

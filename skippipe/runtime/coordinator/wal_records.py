@@ -45,7 +45,7 @@ class RecoveredLog:
     def last_commit(self) -> Commit:
         """The last commit, for nodes that have not received it; they wait afterwards."""
         assert self.commit is not None
-        return Commit(self.commit["commit"], self.commit["rate"], self.commit["scale"], True, False, False)
+        return Commit(self.commit["commit"], self.commit["rate"], self.commit["scale"], wait=True)
 
     @classmethod
     def read(cls, wal: Sequence[WalRecord], plan: Plan, plans: Mapping[PathLength, Plan]) -> RecoveredLog:
@@ -58,7 +58,7 @@ class RecoveredLog:
         newest = [record for record in wal if "steps" in record][-1]
         return cls(
             plan=Plan.from_json(last["plan"]),
-            recovering=frozenset(last["learning"]),
+            recovering=frozenset(last["recovering"]),
             commit=commits[-1] if commits else None,
             progress=StageProgress(list(newest["steps"]), list(newest["norms"])),
             visited=_path_length(last["visited"]),
@@ -84,7 +84,7 @@ def _path_length(value: Any) -> PathLength:
 
 
 def plan_record(plan: Plan, recovering: Iterable[int], progress: StageProgress, visited: PathLength) -> dict[str, Any]:
-    return {"plan": plan.to_json(), "learning": sorted(recovering), **vars(progress), "visited": visited}
+    return {"plan": plan.to_json(), "recovering": sorted(recovering), **vars(progress), "visited": visited}
 
 
 def commit_record(

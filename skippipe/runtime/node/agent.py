@@ -60,7 +60,7 @@ FIRST_HEARTBEAT_S = 1.0  # the heartbeat until the coordinator sends its own: a 
 CALLBACK_S = 5.0  # for the coordinator to reach a node at the address that it announces
 WRONG_KEY = 3  # handshakes that the program at the coordinator's address ends in a row: once, it may have ended itself
 RETRY_S = 2.0  # from one attempt to reach the coordinator to the next
-LARGEST_BYTES = 2**33  # a ring of two passes on half the gradient of a stage at a time
+LARGEST_BYTES = 2**33  # of a message: half of a stage's gradient, which two nodes of a ring send each other
 
 
 class Stopped(Exception):

@@ -195,8 +195,8 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
         self._routes: Sequence[Route] = ()
         self._version = (-1, 0)
         """The iteration, and the epoch since which passes have their paths."""
-        self._lessons: dict[tuple[int, int], Any] = {}
-        """Lane and microbatch → what the whole model has made of it."""
+        self._hidden: dict[tuple[int, int], Any] = {}
+        """Lane and microbatch → the hidden states of the whole model."""
         self._begun: dict[int, int] = {}
         """Lane that begins here → the last microbatch whose pass has begun on these paths."""
         self.left = 0
@@ -208,7 +208,7 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
         """An iteration begins, or starts over: `paths` are those of `teacher_routes`, lanes without one have no
         teacher."""
         self._plan, self._routes = plan, routes
-        self._lessons.clear()
+        self._hidden.clear()
         self.left = sum(plan.lanes[lane].microbatches for lane, path in paths.items() if self._number in path)
         self.reroute((), paths, version)
 
@@ -220,13 +220,13 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
         self._begun.clear()
         if self._by_hidden_states:
             ends_here = {lane for lane in changed if paths.get(lane, (-1,))[0] == self._number}
-            self._lessons = {key: each for key, each in self._lessons.items() if key[0] not in ends_here}
+            self._hidden = {key: each for key, each in self._hidden.items() if key[0] not in ends_here}
 
     def advance(self, newest: Mapping[int, int]) -> bool:
         """Begin the passes of microbatches whose turn it is, `newest` on each lane, and of the next ones when these are
         done; whether a step is here."""
-        for old in [key for key in self._lessons if key[1] < newest.get(key[0], 0)]:
-            del self._lessons[old]
+        for old in [key for key in self._hidden if key[1] < newest.get(key[0], 0)]:
+            del self._hidden[old]
         for lane, path in self._paths.items():
             if path[0] != self._number or lane not in newest:
                 continue
@@ -234,20 +234,20 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
             for microbatch in (current, current + 1):
                 if self._begun.get(lane, -1) >= microbatch or microbatch >= self._routes[lane].microbatches:
                     continue
-                if microbatch > current and (lane, current) not in self._lessons:
+                if microbatch > current and (lane, current) not in self._hidden:
                     break
                 self._begun[lane] = microbatch
-                if (lane, microbatch) not in self._lessons:
+                if (lane, microbatch) not in self._hidden:
                     self._add(lane, microbatch, 0)
         return bool(self._ready)
 
     def holds_up(self, task: StageTask) -> bool:
         """Whether a task needs what the teacher has not brought yet."""
-        return self._teaches(task) and (task.lane, task.microbatch) not in self._lessons
+        return self._teaches(task) and (task.lane, task.microbatch) not in self._hidden
 
-    def lesson(self, task: StageTask) -> Any:
-        """What a task learns from; None: nothing."""
-        return self._lessons[task.lane, task.microbatch] if self._teaches(task) else None
+    def hidden(self, task: StageTask) -> Any:
+        """The teacher's hidden states that a task learns from; None: it has no teacher."""
+        return self._hidden[task.lane, task.microbatch] if self._teaches(task) else None
 
     def _teaches(self, task: StageTask) -> bool:
         by_hidden_states = self._by_hidden_states and task.length < task.step < 2 * task.length
@@ -269,7 +269,7 @@ class TeacherPasses(_ForwardPasses[TeacherForward]):
             return False
         is_back = hop.step == len(self._paths[hop.lane])
         if is_back or (self._by_hidden_states and self._number in self._routes[hop.lane].path):
-            self._lessons[hop.lane, hop.microbatch] = message.body  # not on its way to the device, as it may wait long
+            self._hidden[hop.lane, hop.microbatch] = message.body  # not on its way to the device, as it may wait long
         if not is_back:
             self._add(hop.lane, hop.microbatch, hop.step, self._env.prefetch(message.body, 0))
         return True

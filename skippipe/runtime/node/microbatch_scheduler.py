@@ -170,7 +170,7 @@ class MicrobatchScheduler:
             counts=which not in counted,
             wire_dtype=wire_dtype,
             device=self._device_of[which],
-            lesson=self._teacher.lesson(chosen.task),
+            teacher_hidden=self._teacher.hidden(chosen.task),
         )
         self._running[which] = RunningTask(task, chosen.ready_ns, self._env.now_ns())
         return task

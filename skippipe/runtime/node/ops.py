@@ -21,7 +21,7 @@ from skippipe.collectives.schedule import Schedule
 from skippipe.jit import python_version
 from skippipe.plan import Plan
 from skippipe.runtime.state_source import StateSlice, StateSource
-from skippipe.stage_subset import Hop
+from skippipe.stage_subset import StageHop
 from skippipe.transport.message import Message
 
 is_weights = python_version(dispatch.is_weights)
@@ -43,7 +43,7 @@ class StageTask:
     """The place of the microbatch among all of the iteration, which determines its data."""
     given: Any = None
     """The tensor that the message brought; None for the first step of a microbatch, and for weight gradients."""
-    hop: Hop | None = None
+    hop: StageHop | None = None
     """Of a forward step: how the lane's path as it was planned goes on from the stage, if it leaves stages out."""
     counts: bool = True
     """Its weight gradients are added up; not if this node has added them before, and the microbatch comes again."""
@@ -51,7 +51,7 @@ class StageTask:
     """Codec of its result on the way to the next node; empty: that of the workload."""
     device: int = 0
     """The node's device that it runs on, of those that work side by side."""
-    lesson: Any = None
+    teacher_hidden: Any = None
     """What the whole model has made of the microbatch, if it learns from that: of a head before the final norm; of a
     backward pass, where hidden states teach, before this stage."""
 
@@ -181,7 +181,7 @@ class ReadWeights:
     """Give a piece of the weights, for the coordinator; None past the last."""
 
     piece: int
-    kept: bool = False
+    from_snapshot: bool = False
     """A piece of the snapshot, with the optimizer's state, instead of the weights as they are now."""
     collection: int = 0
     """The number of the gathering that the piece is for (see `messages.GatherState`)."""
@@ -224,8 +224,8 @@ class WriteState:
 
 
 @dataclass(frozen=True)
-class CopyEnds:
-    """Copy the weights of stage 0's ends (embedding, final norm, head), for a node of another stage to keep."""
+class CopyBackup:
+    """Copy embedding, final norm and head, for a node of another stage to keep."""
 
     iterations: int
     """Iterations that are done by now."""
@@ -233,7 +233,7 @@ class CopyEnds:
 
 @dataclass(frozen=True)
 class OpenBackup:
-    """Allocate a copy of stage 0's ends beside the one that is kept; gives the list of its `StateSlice`s."""
+    """Allocate a copy of embedding, final norm and head beside the one that is kept; gives its `StateSlice`s."""
 
     source: int
     iterations: int
@@ -266,13 +266,13 @@ Op = (
     | PlanTransfer
     | ReadState
     | WriteState
-    | CopyEnds
+    | CopyBackup
     | OpenBackup
     | StoreBackup
 )
 
 OPS_OF_AVERAGING = (BeginAveraging, ContributePiece, AdoptPiece, GradNorm, CheckFinite)
-OPS_OF_TRANSFER = (ReadState, PlanTransfer, WriteState, CopyEnds, OpenBackup, StoreBackup)
+OPS_OF_TRANSFER = (ReadState, PlanTransfer, WriteState, CopyBackup, OpenBackup, StoreBackup)
 OPS_OF_ITERATION = (StageTask, TeacherForward, DropMicrobatch, *OPS_OF_AVERAGING)
 
 

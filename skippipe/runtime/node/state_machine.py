@@ -27,20 +27,20 @@ from skippipe.runtime.fencing import EarlyMessages, version_of
 from skippipe.runtime.messages import (
     COORDINATOR,
     Average,
-    Backup,
     Begin,
     Commit,
     ControlMessage,
     Devices,
     Drain,
     DrainAck,
+    FetchBackup,
     GatherState,
     Hello,
+    MakeBackup,
     NewPlan,
     Ready,
     Recover,
     Reroute,
-    Snapshot,
     Stepped,
     Stop,
     TasksDone,
@@ -123,9 +123,9 @@ class TrainingNode(BaseNode):
                     self._restart(control)
             case Recover():
                 self._transfer.recover(control.origin, control.assignment)
-            case Snapshot() if self.stage == 0:
-                self.ops.add(ops.CopyEnds(control.iterations))
-            case Backup() if self.stage != 0:
+            case MakeBackup() if self.stage == 0:
+                self.ops.add(ops.CopyBackup(control.iterations))
+            case FetchBackup() if self.stage != 0:
                 self._transfer.fetch_backup(control)
             case NewPlan():
                 self.replan(Plan.from_json(control.plan))
@@ -133,11 +133,11 @@ class TrainingNode(BaseNode):
                 self.phase = NodePhase.STEPPING
                 self._commit, self._committed_ns = control, self._env.now_ns()
                 self.ops.add(ops.OptimizerStep(control.rate, control.scale))
-                if control.kept:
+                if control.snapshot:
                     self.ops.add(ops.SnapshotState())
-            case Commit() if self.phase in BETWEEN_ITERATIONS and control.kept:  # no copy was requested before
+            case Commit() if self.phase in BETWEEN_ITERATIONS and control.snapshot:  # no copy was requested before
                 self.ops.add(ops.SnapshotState())
-            case Commit() if self.phase is NodePhase.WAITING and control.last and control.iteration == self.iteration:
+            case Commit() if self.phase is NodePhase.WAITING and control.wait and control.iteration == self.iteration:
                 self._env.send_control(Stepped(self.iteration))  # to a coordinator that was restarted after the step
             case Reroute() | Drain() | Average():
                 if control.iteration == self.iteration + 1 and self.phase in BETWEEN_ITERATIONS:
@@ -149,7 +149,7 @@ class TrainingNode(BaseNode):
             case Validate() if self.phase in BETWEEN_ITERATIONS and control.iteration == self.iteration:
                 self._evaluation.begin(control)
             case GatherState():  # after the step, if one was committed
-                self.ops.add(ops.ReadWeights(control.piece, control.kept, control.collection))
+                self.ops.add(ops.ReadWeights(control.piece, control.from_snapshot, control.collection))
             case Stop():
                 self.stopped = control
             case _:
@@ -241,7 +241,7 @@ class TrainingNode(BaseNode):
                 self._stepped()
             case ops.ReadWeights():
                 numbers = self.stage, op.piece, op.collection
-                header = CheckpointPiece(*numbers) if op.kept else WeightsPiece(*numbers)
+                header = CheckpointPiece(*numbers) if op.from_snapshot else WeightsPiece(*numbers)
                 self._env.send(COORDINATOR, Message(header, result))
             case _ if isinstance(op, ops.OPS_OF_TRANSFER):
                 if isinstance(op, ops.ReadState) and op.backup:
@@ -358,7 +358,7 @@ class TrainingNode(BaseNode):
         if begin is not None:
             self.phase = NodePhase.WAITING
             self._restart(begin)
-        elif commit.last:
+        elif commit.wait:
             self.phase = NodePhase.WAITING
             self._env.send_control(Stepped(self.iteration))
         else:

@@ -22,10 +22,10 @@ from typing import Any, Protocol
 from skippipe.optim.interface import BLOCK
 from skippipe.runtime.messages import (
     COORDINATOR,
-    Backup,
     BackupRequest,
     BackupStored,
     ControlMessage,
+    FetchBackup,
     Ready,
     Recovered,
     StateDigest,
@@ -34,7 +34,7 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.node.interfaces import NodeEnv, NodePhase
 from skippipe.runtime.node.ops import (
     LEAST_VALUES,
-    CopyEnds,
+    CopyBackup,
     OpenBackup,
     OpQueue,
     PlanTransfer,
@@ -208,7 +208,7 @@ class StateTransfer:
         self._recovery = StateReceiver(origin, assignment, self._request)
         self._ops.add(PlanTransfer(origin))
 
-    def fetch_backup(self, backup: Backup) -> None:
+    def fetch_backup(self, backup: FetchBackup) -> None:
         """Fetch a copy of stage 0's ends. The one that is kept stays until the new one is whole."""
         self._ops.cancel(OpenBackup, StoreBackup)
         source = StateSource("backup", (backup.source,), (0,), (1.0,), 0)
@@ -276,12 +276,12 @@ class StateTransfer:
             recovery.iteration_begun()
 
     def finished(
-        self, op: PlanTransfer | WriteState | ReadState | CopyEnds | OpenBackup | StoreBackup, result: Any
+        self, op: PlanTransfer | WriteState | ReadState | CopyBackup | OpenBackup | StoreBackup, result: Any
     ) -> None:
         match op:
             case ReadState():
                 self._send(op, result)
-            case CopyEnds():
+            case CopyBackup():
                 self._env.send_control(BackupStored(op.iterations))
             case OpenBackup() | StoreBackup() if self._fetch is not None:
                 if isinstance(op, OpenBackup):

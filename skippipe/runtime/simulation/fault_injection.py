@@ -149,7 +149,7 @@ def phase_of(op: ops.Op) -> During | None:
             return "step"
         case ops.SnapshotState() | ops.ReadWeights():
             return "checkpoint"
-        case ops.CopyEnds() | ops.OpenBackup() | ops.StoreBackup():
+        case ops.CopyBackup() | ops.OpenBackup() | ops.StoreBackup():
             return "backup"
         case ops.PlanTransfer() | ops.WriteState() | ops.ReadState():
             return "backup" if isinstance(op, ops.ReadState) and op.backup else "joining"

@@ -139,7 +139,7 @@ class SymbolicExecutor:
                 self._mean.clear()
                 self._spoiled = False
             case ops.ReadWeights():
-                return None if op.piece else self._kept if op.kept else self._copy_state()
+                return None if op.piece else self._kept if op.from_snapshot else self._copy_state()
             case ops.PlanTransfer():
                 return self._plan_transfer(op.origin)
             case ops.ReadState():
@@ -149,7 +149,7 @@ class SymbolicExecutor:
                 return True
             case ops.SnapshotState():
                 self._kept = self._copy_state()
-            case ops.CopyEnds():
+            case ops.CopyBackup():
                 self._backup = op.iterations, tuple(self.ends)
             case ops.OpenBackup():
                 self._incoming = []
@@ -212,7 +212,7 @@ class SymbolicExecutor:
         hidden = self._teacher == "hidden" and task.length < task.step < 2 * task.length
         taught = task.length < self._stages and (hidden or (self._teacher != "" and task.step == task.length))
         passed = self._stage if hidden else self._stages
-        assert task.lesson == (Trail(*which, passed, teaches=True) if taught else None), task
+        assert task.teacher_hidden == (Trail(*which, passed, teaches=True) if taught else None), task
         if 0 < task.step <= 2 * task.length:
             given = task.given
             assert (given.lane, given.microbatch) == which
