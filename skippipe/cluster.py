@@ -111,6 +111,27 @@ class Cluster:
             meaning = " (0 says: no link)" if name.startswith("bandwidth") else ""
             raise UserError(f"{name}[{i}][{j}] ({pair}): {matrix[i, j]:g} is out of range; give {within}{meaning}")
 
+    @property
+    def doubts(self) -> list[str]:
+        """Figures that look as if they were given in another unit: a line for the first of each kind."""
+        linked = (self.bandwidth_bytes_per_s > 0) & ~np.eye(len(self), dtype=bool)
+        links = [
+            ("latency_s", self.latency_s, linked & (self.latency_s > 5), "seconds", "milliseconds"),
+            ("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, linked & (self.bandwidth_bytes_per_s < 1e4),
+             "bytes a second", "Mbit/s"),
+        ]  # fmt: skip
+        names = [node.name for node in self.nodes]
+        found = [
+            f"{name}: {values[i, j]:g} {unit} from '{names[i]}' to '{names[j]}'; or are these {other}?"
+            for name, values, odd, unit, other in links
+            for i, j in np.argwhere(odd)[:1]
+        ]
+        slow = [node for node in self.nodes if node.flops_per_s < 1e6]
+        small = [node for node in self.nodes if node.memory_bytes < 1e6]
+        found += [f"flops_per_s: {node.flops_per_s:g} of '{node.name}'; or are these TFLOP/s?" for node in slow[:1]]
+        found += [f"memory_bytes: {node.memory_bytes:g} of '{node.name}'; or are these GiB?" for node in small[:1]]
+        return found
+
     def __len__(self) -> int:
         return len(self.nodes)
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -56,18 +56,40 @@ def _compiled(function: Function, *, for_python: bool) -> Function:
         import numba
     except ImportError:
         return function
-    compiler = numba.njit(**OPTIONS) if for_python else _inner_dispatcher
     settings: Any = numba.config
+    if settings.DISABLE_JIT:
+        return function
+    compiler = numba.njit(**OPTIONS) if for_python else _inner_dispatcher
     before = settings.CACHE_DIR
     settings.CACHE_DIR = str(_cache_folder())
     dispatcher = compiler(function)
     try:
         dispatcher.enable_caching()
+        _do_without_damaged(dispatcher._cache)
     except (RuntimeError, OSError):  # nowhere to write: compile anew in every process
         pass
     finally:
         settings.CACHE_DIR = before
     return cast(Function, dispatcher)
+
+
+def _do_without_damaged(cache: Any) -> None:
+    """Let kernels be compiled anew where their files are damaged, as after a power loss, or cannot be written."""
+    load, save = cache.load_overload, cache.save_overload
+
+    def load_overload(signature: Any, context: Any) -> Any:
+        try:
+            return load(signature, context)
+        except Exception:  # of half a pickle: nearly any
+            with suppress(OSError):
+                cache.flush()
+            return None
+
+    def save_overload(signature: Any, compiled: Any) -> None:
+        with suppress(OSError):
+            save(signature, compiled)
+
+    cache.load_overload, cache.save_overload = load_overload, save_overload
 
 
 def _inner_dispatcher(function: Function) -> Any:

@@ -208,6 +208,8 @@ class ModelFolder:
     are stored in the type that they have there."""
     generation: Path | None = None
     """`generation_config.json` of the model that was trained further, which need not be there."""
+    is_written: bool = field(init=False, default=False)
+    """All stages are in the folder."""
     _pieces: list[torch.Tensor] = field(init=False, default_factory=list)
     _where: dict[str, str] = field(init=False, default_factory=dict)
     """Name of a weight → the file that holds it."""
@@ -304,6 +306,7 @@ class ModelFolder:
             path.replace(self.folder / path.name)
         self._unfinished.rmdir()
         fsync_path(self.folder)
+        self.is_written = True
 
 
 def stored_dtype(weights: Iterable[torch.Tensor]) -> torch.dtype:

@@ -19,11 +19,15 @@ from skippipe.cli import train as train_command
 from skippipe.cli.command import Command, Group
 from skippipe.cli.options import check_ranges_of
 
+PLANNING, TRAINING, MODEL = "Plan", "Train", "Use and improve a model"
+MACHINES = "Machines and keys"
 app = typer.Typer(
     name="skippipe",
     cls=Group,
     help="Train and serve large language models over machines that are far apart, unequal and unreliable.\n\n"
-    "Start with: skippipe compare published20 --full-timing, then skippipe job and skippipe train.",
+    'To see what it is about: skippipe generate austen "It is a truth" --keep 1/2 writes with half of a model. Then '
+    "skippipe compare regions:12 plans a pipeline over 12 machines, and skippipe job and skippipe train train a model; "
+    "to fine-tune yours, name it there as model.weights.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -43,34 +47,38 @@ def _about(
     del version
 
 
-app.command("cluster", cls=Command)(check_ranges_of(inspect_command.cluster))
-app.command("profile", cls=Command)(check_ranges_of(profile.profile))
-app.command("plan", cls=Command)(check_ranges_of(plan_command.plan))
-app.command("check", cls=Command)(check_ranges_of(inspect_command.check_plan))
-app.command("simulate", cls=Command)(check_ranges_of(inspect_command.simulate_plan))
-app.command("compare", cls=Command)(check_ranges_of(plan_command.compare))
-app.command("sweep", cls=Command)(check_ranges_of(sweep.sweep))
-app.command("show", cls=Command)(check_ranges_of(show.show))
-app.command("why", cls=Command)(check_ranges_of(inspect_command.why))
-app.command("prepare", cls=Command)(check_ranges_of(train_command.prepare))
-app.command("job", cls=Command)(check_ranges_of(train_command.job))
-app.command("train", cls=Command)(check_ranges_of(train_command.train))
-app.command("dashboard", cls=Command)(check_ranges_of(show.dashboard))
-app.command("grow", cls=Command)(check_ranges_of(train_command.grow))
-app.command("export", cls=Command)(check_ranges_of(train_command.export))
-app.command("heal", cls=Command)(check_ranges_of(train_command.heal))
-app.command("score", cls=Command)(check_ranges_of(eval.score))
-app.command("eval", cls=Command)(check_ranges_of(eval.evaluate))
-app.command("generate", cls=Command)(check_ranges_of(generate.generate))
-app.command("serve", cls=Command)(check_ranges_of(serve.serve))
-app.command("node", cls=Command)(check_ranges_of(node_command.node))
-app.command("relay", cls=Command)(check_ranges_of(node_command.relay))
-app.command("doctor", cls=Command)(check_ranges_of(node_command.doctor))
-app.command("keys", cls=Command)(check_ranges_of(members.keys))
-app.command("invite", cls=Command)(check_ranges_of(members.invite))
-app.command("members", cls=Command)(check_ranges_of(members.list_members))
-app.command("revoke", cls=Command)(check_ranges_of(members.revoke))
-app.add_typer(study.commands, name="study")
+def _add(name: str, panel: str, command: Callable[..., None]) -> None:
+    app.command(name, cls=Command, rich_help_panel=panel)(check_ranges_of(command))
+
+
+_add("cluster", PLANNING, inspect_command.cluster)
+_add("profile", PLANNING, profile.profile)
+_add("plan", PLANNING, plan_command.plan)
+_add("check", PLANNING, inspect_command.check_plan)
+_add("simulate", PLANNING, inspect_command.simulate_plan)
+_add("compare", PLANNING, plan_command.compare)
+_add("sweep", PLANNING, sweep.sweep)
+_add("show", PLANNING, show.show)
+_add("why", PLANNING, inspect_command.why)
+_add("prepare", TRAINING, train_command.prepare)
+_add("job", TRAINING, train_command.job)
+_add("train", TRAINING, train_command.train)
+_add("dashboard", TRAINING, show.dashboard)
+_add("grow", TRAINING, train_command.grow)
+_add("export", TRAINING, train_command.export)
+_add("generate", MODEL, generate.generate)
+_add("eval", MODEL, eval.evaluate)
+_add("score", MODEL, eval.score)
+_add("heal", MODEL, train_command.heal)
+_add("serve", MODEL, serve.serve)
+_add("node", MACHINES, node_command.node)
+_add("relay", MACHINES, node_command.relay)
+_add("doctor", MACHINES, node_command.doctor)
+_add("keys", MACHINES, members.keys)
+_add("invite", MACHINES, members.invite)
+_add("members", MACHINES, members.list_members)
+_add("revoke", MACHINES, members.revoke)
+app.add_typer(study.commands, name="study", rich_help_panel=TRAINING)
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from skippipe.cli.options import ClusterName, ContentionOnly, Json, Overwrite, Trace, option, timing_of
+from skippipe.cli.options import ClusterName, ContentionOnly, Json, Overwrite, Trace, option, print_doubts, timing_of
 from skippipe.errors import UserError
 from skippipe.json_fields import check_output
 from skippipe.terminal import interruptible, plan_progress, print_table
@@ -67,6 +67,7 @@ def cluster(
     if relayed is not None and relay is None:
         raise UserError("--relayed: goes with --relay, which says how much the relay carries")
     found, _ = cluster_named(name)
+    print_doubts(found)
     if relay is not None:
         found = _relayed(found, 1e6 * relay, relayed)
     if devices is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -36,6 +37,7 @@ from skippipe.value_ranges import (
 )
 
 if TYPE_CHECKING:
+    from skippipe.cluster import Cluster
     from skippipe.planner.codec_prices import CodecBudget
     from skippipe.planner.problem import Placement, Problem
     from skippipe.timeline import Timing
@@ -354,6 +356,13 @@ def with_given(config: Config, /, **given: Any) -> Config:
     return replace(config, **{name: value for name, value in given.items() if value is not None})  # type: ignore[type-var]
 
 
+@cache
+def print_doubts(cluster: Cluster) -> None:
+    """Notes on figures that look as if they were in another unit, once for a cluster."""
+    for doubt in cluster.doubts:
+        print(f"note: {doubt}", file=sys.stderr)
+
+
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     """The problem: the example's own settings or the defaults, overridden by the command line."""
     from skippipe.dispatch import Dispatch
@@ -365,6 +374,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     if options.optimizer:
         Choices(OPTIMIZERS).check(options.optimizer, "--optimizer")
     cluster, example = cluster_named(cluster_name)
+    print_doubts(cluster)
     workload = example.workload if example else Workload(MODELS["llama-1.5b"])
     workload = with_given(
         workload,

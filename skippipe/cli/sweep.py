@@ -27,13 +27,14 @@ from skippipe.cli.options import (
 from skippipe.cli.plan import search_plan, show_table, summary
 from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import check_output, json_text, write_text
+from skippipe.skip_schedule import USUAL
 from skippipe.terminal import interruptible
 from skippipe.value_ranges import NATS, Range
 
 if TYPE_CHECKING:
     from skippipe.plan import Plan
     from skippipe.planner.problem import Problem
-    from skippipe.planner.sweep import CodecPoint, InfeasiblePoint, SweepPoint, Trade
+    from skippipe.planner.sweep import CodecPoint, InfeasiblePoint, SweepPoint, Trade, UsualRun
     from skippipe.report.summary import Table
 
 LOSS, OUTPUT = "Time against loss", "Output"
@@ -111,7 +112,7 @@ def sweep(
         raise UserError("--doubling: says what a penalty costs in tokens, and --penalty 0 has none: leave one out")
     from skippipe.planner.problem import PlanRequest
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, stages_of
-    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts
+    from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts, usual_run
     from skippipe.planner.sweep import sweep as swept
 
     known, example = cluster_named(cluster)
@@ -158,7 +159,8 @@ def sweep(
             write_skipped_png(Tradeoff(points, trade), title, png)
         if html:
             write_skipped_page(Tradeoff(points, trade), title, verdict, table, html)
-    notes = [*_refused(refusals), *_written(files), verdict]
+    usual = [] if trade.penalty == 0 else [_usual(count, usual_run(points, count, trade.doubling)) for count in counts]
+    notes = [*_refused(refusals), *_written(files), *filter(None, usual), verdict]
     _answer(_in_order(answers, rows), title, table, notes, output, as_json=as_json)
 
 
@@ -239,6 +241,16 @@ def _verdict(winner: SweepPoint, trade: Trade, *, measured: bool) -> str:
     if not measured:
         return f"{said} ({penalty})"
     return f"{said} (measured {penalty} all along; --penalty sets another; 0: only time counts)"
+
+
+def _usual(stages: int, run: UsualRun | None) -> str:
+    if run is None:
+        return ""
+    return (
+        f"'skippipe train' skips less than all along: by its default, {USUAL}, {stages} stages take "
+        f"{run.microbatch_s:.3f} s per microbatch on average, and {run.to_same_loss:.2f} of the full pipeline's time "
+        "to the same loss"
+    )
 
 
 def _codec_points(

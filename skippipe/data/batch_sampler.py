@@ -113,6 +113,14 @@ class BatchSampler:
         """What became of conversations, in a line; empty: there are none."""
         return ""
 
+    def epochs_text(self, iterations: int) -> str:
+        """How often so many iterations go over the text, in a line."""
+        samples = self.microbatches * self.samples
+        return (
+            f"{samples:,} samples an iteration; the text has {self.windows:,}, so {iterations:,} iterations are "
+            f"{samples * iterations / self.windows:.3g} epochs"
+        )
+
     def starts(self, iteration: int, microbatch: int) -> npt.NDArray[np.bool_] | None:  # noqa: ARG002
         """Where conversations begin, [samples, sequence]; None: every sample is one piece of text."""
         return None

@@ -24,6 +24,9 @@ from skippipe.planner.problem import PlanRequest, Problem, Strategy, iteration_n
 from skippipe.planner.strategies import make_plan
 
 MOST_STAGES = 1_000
+USUAL_SKIPPED, USUAL_UNTIL, USUAL_NATS = Fraction(1, 3), 0.65, 0.04
+"""What the usual recipe of training skips, until which share of the run, and what it adds to the loss
+(docs/results.md)."""
 
 ProblemFor = Callable[[int, int, int | None], Problem]
 """Makes the problem for (stages, stages on a path, microbatches; None: the default number)."""
@@ -124,6 +127,27 @@ def sweep(
             continue
         found.append(SweepPoint(count, visited, plan.promise.iteration_s, plan.microbatches))
     return found
+
+
+@dataclass(frozen=True)
+class UsualRun:
+    """A run by the usual recipe of training (`skip_schedule.USUAL`)."""
+
+    microbatch_s: float
+    """Seconds of an iteration for each of its microbatches, on average over the run."""
+    to_same_loss: float
+    """Its time to the same loss as that of the full pipeline, which is 1."""
+
+
+def usual_run(points: Sequence[SweepPoint], stages: int, doubling: float) -> UsualRun | None:
+    """What follows for such a run from the plans that visit all of so many stages, and two thirds; None: one of them is
+    not there."""
+    seconds = {point.skipped: point.microbatch_s for point in points if point.stages == stages}
+    if not {Fraction(0), USUAL_SKIPPED} <= seconds.keys():
+        return None
+    whole_s = seconds[Fraction(0)]
+    mean_s = USUAL_UNTIL * seconds[USUAL_SKIPPED] + (1 - USUAL_UNTIL) * whole_s
+    return UsualRun(mean_s, mean_s / whole_s * 2 ** (USUAL_NATS / doubling))
 
 
 def efficient(points: Sequence[SweepPoint]) -> list[bool]:

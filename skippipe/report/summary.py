@@ -145,6 +145,8 @@ def plan_grid(plan: Plan) -> str:
     )
     blocks = [[header, f"codecs: {codecs_text(plan)}"], _nodes(plan), _lanes(plan), *_visits(plan)]
     if plan.expected is not None:
+        tokens = plan.samples_per_s * plan.workload.sequence_tokens
+        blocks[0].insert(0, f"{plan.expected.iteration_s:.2f} s an iteration, {tokens:,.0f} tokens a second")
         figures = timeline_figures(plan.expected)
         blocks.append(["promise", *_table([[f"  {name}", value] for name, value in figures])])
     return "\n\n".join("\n".join(block) for block in blocks)

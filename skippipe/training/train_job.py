@@ -83,7 +83,11 @@ def run_job(
     model = run_setup.run.models.place
     if stopped:
         more = "--resume goes on" if checkpoints_in(output) else "there is no checkpoint to go on from"
-        print(f"stopped; the model as it was then is in {model}; {more}", file=sys.stderr)
+        is_written = run_setup.run.models.folder.is_written
+        what = (
+            f"the model as it was then is in {model}" if is_written else "no model was written, as stages were missing"
+        )
+        print(f"stopped; {what}; {more}", file=sys.stderr)
         raise SystemExit(130)
     print(f"done; the model is in {model}, figures in {output}/metrics.jsonl")
 
@@ -157,6 +161,7 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
         print(f"begins with the weights in {run_setup.job.model.weights}{unsaid}")
     if run_setup.sampler.summary:
         print(run_setup.sampler.summary)
+    print(run_setup.sampler.epochs_text(run_setup.job.iterations))
     if run_setup.spec.frozen:
         trained = sum(plan.workload.trained_parameters(stage, each) for stage, each in enumerate(plan.layers))
         print(

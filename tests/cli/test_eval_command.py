@@ -50,7 +50,7 @@ def test_the_command(
 ) -> None:
     prepared = prepare(text, TOKENIZER, tmp_path / "tokens")
     out = {kind: tmp_path / f"out.{kind}" for kind in ("json", "png", "html")}
-    files = [word for kind, path in out.items() for word in (f"--{kind}", path)]
+    files = [word for kind, path in out.items() for word in ("-o" if kind == "json" else f"--{kind}", path)]
     options = ["--stages", "0,2", "--ablation", "--tokens", 300, "--context", 32, *files]
     assert run(monkeypatch, folder, "--text", text, "--text", tmp_path / "tokens", *options) == 0
     printed = capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_the_codec_on_hops_is_named_wherever_numbers_are(
     titles: list[str] = []
     monkeypatch.setattr("skippipe.inference.eval.plots.write_png", lambda _found, title, _path: titles.append(title))
     out = {kind: tmp_path / f"out.{kind}" for kind in ("json", "png", "html")}
-    files = [word for kind, path in out.items() for word in (f"--{kind}", path)]
+    files = [word for kind, path in out.items() for word in ("-o" if kind == "json" else f"--{kind}", path)]
     common = [folder, "--text", text, "--tokens", 64, "--context", 32, "--overwrite", *files]
     for wire in ("int4", None):
         assert run(monkeypatch, *common, *(["--wire", wire] if wire else [])) == 0

@@ -121,7 +121,19 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_presets_of_any_size(name: str, nodes: int) -> None:
     cluster = preset(f"{name}:{nodes}")
     assert len(cluster) == nodes
+    assert cluster.doubts == []
     jsonschema.validate(json.loads(json_text(cluster.to_json())), SCHEMA)
+
+
+def test_figures_in_another_unit_are_doubted() -> None:
+    nodes = tuple(Node(name, "here", 312, 24) for name in "ab")
+    cluster = Cluster("ours", nodes, np.full((2, 2), 67.0), np.full((2, 2), 900.0))
+    assert cluster.doubts == [
+        "latency_s: 67 seconds from 'a' to 'b'; or are these milliseconds?",
+        "bandwidth_bytes_per_s: 900 bytes a second from 'a' to 'b'; or are these Mbit/s?",
+        "flops_per_s: 312 of 'a'; or are these TFLOP/s?",
+        "memory_bytes: 24 of 'a'; or are these GiB?",
+    ]
 
 
 def test_regions_are_the_published_ones_with_the_slip_corrected() -> None:

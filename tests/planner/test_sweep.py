@@ -14,8 +14,18 @@ from skippipe.plan import Plan
 from skippipe.planner.problem import PlanRequest, Problem, Strategy
 from skippipe.planner.problem_spec import PlanSpec, problem_of
 from skippipe.planner.strategies import make_plan
-from skippipe.planner.sweep import InfeasiblePoint, SweepPoint, Trade, best, efficient, stage_counts, sweep
+from skippipe.planner.sweep import (
+    InfeasiblePoint,
+    SweepPoint,
+    Trade,
+    best,
+    efficient,
+    stage_counts,
+    sweep,
+    usual_run,
+)
 from skippipe.presets import five_sites
+from skippipe.skip_schedule import USUAL, SkipSchedule
 from skippipe.validate import validate
 from skippipe.workload import Workload
 
@@ -51,6 +61,16 @@ def test_a_loss_of_one_doubling_takes_twice_the_tokens() -> None:
     assert trade.tokens(Fraction(0)) == 1
     assert Trade().tokens(Fraction(1, 2)) == 1
     assert ROWS[4].same_loss_s(trade) == pytest.approx(3.0)
+
+
+def test_the_usual_run_mixes_both_iterations() -> None:
+    found = usual_run(ROWS, 6, doubling=0.04)
+    assert found is not None
+    assert found.microbatch_s == pytest.approx(0.65 * 1.5 + 0.35 * 2.0)
+    assert found.to_same_loss == pytest.approx(2 * found.microbatch_s / 2.0), "its loss costs a doubling"
+    assert usual_run(ROWS, 4, 0.1) is None, "no two thirds of four stages"
+    lengths = [SkipSchedule(USUAL).visited(number, 100, 6, 6) for number in range(100)]
+    assert (lengths.count(4), lengths.count(6)) == (65, 35)
 
 
 @pytest.mark.parametrize(

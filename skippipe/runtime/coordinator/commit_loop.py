@@ -82,6 +82,15 @@ class CommitLoop:
         """Nodes of the plan that average and step."""
         return [node for node in self.membership.stepping if node in self.replanner.plan.stage_of]
 
+    @property
+    def lacking(self) -> str:
+        """Why training is paused, and cannot go on."""
+        if self.recovery.backup.is_lost:
+            return LOST
+        if lost := self.membership.lost_stages(len(self.replanner.plan.stages)):
+            return f"no node holds stage {', '.join(map(str, lost))}"
+        return f"no plan is possible with those that are there ({self.pause_reason})"
+
     def open(self, number: int) -> None:
         """Start the books of an iteration."""
         plan, nodes = self.replanner.plan, set(self.nodes)

@@ -22,7 +22,7 @@ from skippipe.runtime.coordinator.commit_loop import CommitLoop
 from skippipe.runtime.coordinator.failure_detector import FailureDetector
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorEnv, CoordinatorState, Event, EventKind
 from skippipe.runtime.coordinator.membership import Member, Membership, MemberState
-from skippipe.runtime.coordinator.recovery import LOST, EmbeddingBackup, RecoverySourceSelector, StageProgress
+from skippipe.runtime.coordinator.recovery import EmbeddingBackup, RecoverySourceSelector, StageProgress
 from skippipe.runtime.coordinator.replanner import PathLengths, Replanner
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.startup import Startup
@@ -162,11 +162,7 @@ class Coordinator:
     @property
     def lacking(self) -> str:
         """Why training is paused, and cannot go on."""
-        if self._recovery.backup.is_lost:
-            return LOST
-        if lost := self.membership.lost_stages(len(self.plan.stages)):
-            return f"no node holds stage {', '.join(map(str, lost))}"
-        return f"no plan is possible with those that are there ({self._commits.pause_reason})"
+        return self._commits.lacking
 
     # Messages
 
@@ -417,6 +413,8 @@ class Coordinator:
             self.gather_weights()
         elif self.state is CoordinatorState.GATHERING and self._gather.weights is None:
             self._detector.progress()
+            self.gather_weights()
+        elif self.state is CoordinatorState.PAUSED and self.membership.holders(self.plan):
             self.gather_weights()
         elif self.state not in (CoordinatorState.STEPPING, CoordinatorState.GATHERING):
             self._finish()
