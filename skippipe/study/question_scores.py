@@ -104,13 +104,13 @@ class QuestionSet:
 
 def pairs_of(question: Question) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Contexts and continuations of a question, and those of its continuations alone, if they are asked for: as the
-    harness asks for them."""
+    harness asks for them, from 0.4.13 on also these with the space before them."""
     if "target" in question:
         return [(question["context"], question["target"])], []
-    alone = [("", choice) for choice in question["choices"]]
+    choices = question["choices"]
     if "context" not in question:
-        return alone, []
-    return [(question["context"], f" {choice}") for choice in question["choices"]], alone
+        return [("", choice) for choice in choices], []
+    return [(question["context"], f" {choice}") for choice in choices], [("", f" {choice}") for choice in choices]
 
 
 def encoded(tokenizer: TextTokenizer, pairs: list[tuple[str, str]]) -> list[LikelihoodRequest]:
