@@ -149,7 +149,9 @@ def _run(inside: int, line: str) -> None:
 
 def _translate(stack: ExitStack, router: int, public: str) -> None:
     program = [sys.executable, "-m", "tests.helpers.home_router", public]
-    running = subprocess.Popen([*_entering(router), *program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
+    found = {**os.environ, "PYTHONPATH": str(ROOT)}  # nsenter may begin in the root folder
+    command = [*_entering(router), *program]
+    running = subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     stack.callback(running.wait, END_S)
     stack.callback(running.kill)
     assert running.stdout is not None

@@ -33,7 +33,11 @@ SMALLER: dict[str, dict[str, str]] = {
         "--budget 10": "--budget 1",
         "iterations = 100": "iterations = 4",
         "budget_s = 10.0": "budget_s = 1.0",
-        "models/qwen3-0.6b": "model",  # the one that was exported before
+        "Qwen/Qwen3-0.6B": "model",  # the one that was exported before
+        "iterations = 500": "iterations = 2",
+        'cluster = "cluster.json"': 'cluster = "regions:9"',
+        "sequence = 2048": "sequence = 64",
+        'device = "cuda"': 'device = "cpu"',
         "run model/ --best": "tuned tuned-model/ --best",
     },
     "Install": {},
@@ -257,7 +261,7 @@ def fine_tuned(machine: Machine, read: Reader) -> None:
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": template}))
     chats = [{"prompt": f"Who is number {number}?", "completion": f"A truth, said {number}."} for number in range(800)]
     (machine.folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    (machine.folder / "tuned.toml").write_text(f'output = "tuned"\niterations = 2\n\n{read.toml()}')
+    (machine.folder / "tuned.toml").write_text(f'output = "tuned"\n{read.toml()}')
     machine.run("skippipe train tuned.toml")
     machine.run(read.sentence())
     assert (machine.folder / "tuned-model" / "config.json").exists()
