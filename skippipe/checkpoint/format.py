@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 from skippipe.codecs import Buffer
 from skippipe.errors import UserError
@@ -262,10 +263,15 @@ class Checkpoints:
         fsync_path(self.folder)
         best = self.best()
         for old in self.complete()[self.keep :]:
-            if best is not None and old == best.place:
-                continue
-            (old / MANIFEST).unlink()  # first it stops being a checkpoint
-            shutil.rmtree(old, ignore_errors=True)
+            if best is None or old != best.place:
+                _remove(old)
+
+    def hold_newest(self) -> Path | None:
+        """The newest checkpoint of the run, which is not removed until this process ends; None: there is none."""
+        while found := self.complete():
+            if hold(found[0]):
+                return found[0]
+        return None
 
     def complete(self) -> list[Path]:
         """Checkpoints of the run that have a manifest, newest first."""
@@ -305,6 +311,41 @@ class Checkpoints:
             except UserError as error:
                 log.warning("%s; the checkpoint before it is used", error)
         return None
+
+
+_held: dict[Path, BinaryIO] = {}
+"""Checkpoints that this process reads → their manifests, which it has locked."""
+
+
+def hold(place: Path) -> bool:
+    """Keep a run that is going on from removing the checkpoint until this process ends. False: it is removed."""
+    if place in _held:
+        return True
+    try:
+        manifest = (place / MANIFEST).open("rb")
+        fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    except OSError:  # a file system without locks
+        return True
+    if not os.fstat(manifest.fileno()).st_nlink:
+        manifest.close()
+        return False
+    _held[place] = manifest
+    return True
+
+
+def _remove(place: Path) -> None:
+    """Remove a checkpoint, unless a process holds it: then it goes with a later one."""
+    with (place / MANIFEST).open("rb") as manifest:
+        try:
+            fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        except OSError:  # a file system without locks
+            pass
+        (place / MANIFEST).unlink()  # first it stops being a checkpoint
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def read_manifest(place: Path) -> Manifest:

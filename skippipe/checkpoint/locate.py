@@ -31,8 +31,8 @@ def find_checkpoint(checkpoint: Path) -> Path:
     checkpoint = built_in(checkpoint)
     if not exists(checkpoint):
         raise UserError(f"{checkpoint}: no such folder; '{BUILT_IN[0]}' is a model that is built in")
-    newest = [] if model_instead(checkpoint) else Checkpoints.of_run(checkpoint).complete()[:1]
-    for place in (checkpoint, *newest, checkpoint / "model"):
+    newest = None if model_instead(checkpoint) else Checkpoints.of_run(checkpoint).hold_newest()
+    for place in (checkpoint, *([newest] if newest else []), checkpoint / "model"):
         if (place / MANIFEST).is_file() or (place / CONFIG).is_file():
             other = place != checkpoint and (place / INDEX).is_file()
             if other and run_id_of(checkpoint) not in (None, model_run_id(place)):
@@ -60,15 +60,15 @@ def newest_checkpoint(run: Path) -> Path:
     is none, or none but that of the start where there is a model that was trained."""
     checkpoints = Checkpoints.of_run(run)
     checkpoints.warn_of_others()
-    found = checkpoints.complete()
-    if not found:
+    newest = checkpoints.hold_newest()
+    if newest is None:
         raise UserError(f"{run}: neither a checkpoint nor the output folder of a run that has one")
     if model := model_instead(run):
         raise UserError(
-            f"{found[0]}: is what the run began with, and there is no later checkpoint; what it has trained is in "
+            f"{newest}: is what the run began with, and there is no later checkpoint; what it has trained is in "
             f"{model}, a folder like those that export makes"
         )
-    return found[0]
+    return newest
 
 
 def locate_checkpoint(checkpoint: Path) -> Path:

@@ -173,7 +173,7 @@ def _print_run(history: RunHistory) -> None:
         print(f"  {name:{width}}  {value}")
     for outage in history.outages:
         text = "; ".join(filter(None, (outage.why, outage.answer, outage.end)))
-        print(f"iteration {outage.iteration + 1:5}  gone: '{outage.node}' {text}")
+        print(f"iteration {outage.iteration + 1:5}  lost: '{outage.node}' {text}")
     table = short_nodes_table(history)
     print(f"\n{table.title}. {table.note}".rstrip())
     plan_command.show_table(table)

@@ -334,11 +334,11 @@ def test_two_machines(street: dict[str, Machine]) -> None:
     train, at_ann, at_bob = started(street, training)
     train.says(BEYOND_A_CHECKPOINT, within_s=MORE_S)
     with closed_laptop(bob, at_bob):
-        train.says("gone: 'bob' no heartbeat")
+        train.says("lost: 'bob' no heartbeat")
         train.says("paused: ")
     at_bob = bob.start(at_bob.line)
     goes_on(train)
-    train.says("learning: 'bob' stage . from the newest checkpoint")
+    train.says("recovering: 'bob' stage . from the newest checkpoint")
     keys_for_three = read.sentence()
     train.kill()
     (resume,) = read.console()
@@ -368,7 +368,7 @@ def test_two_machines(street: dict[str, Machine]) -> None:
                 terminal.ends()
     first.says(BEYOND_A_CHECKPOINT, within_s=MORE_S)
     with closed_laptop(bob, nodes.pop(1)):
-        first.says("gone: 'bob'")
+        first.says("lost: 'bob'")
         goes_on_until_stopped(first, *nodes)
     read.end(ann, bob)
 

@@ -95,7 +95,7 @@ def test_a_machine_is_lost(place: Place, machines: Any) -> None:
     try:
         run.says(r"^iteration +\d+/")
         machines.remove_node(machine, allow_graceful=False)
-        run.says(f"gone: '{name}'", within_s=DONE_S)
+        run.says(f"lost: '{name}'", within_s=DONE_S)
         run.says(rf"^iteration +{LONG_ENOUGH}/", within_s=DONE_S)
     finally:
         ended = run.end(0)

@@ -178,7 +178,7 @@ def test_the_summary_and_json_say_the_same(ran: FinishedRun, skippipe: Command) 
     assert found["over_promise"] > 1
     shown = skippipe("show", ran.folder)
     assert shown.code == 0
-    assert f"gone: '{ran.name}'" in shown.out
+    assert f"lost: '{ran.name}'" in shown.out
     assert amount(found["bytes_sent"]) in shown.out
     assert all(name in shown.out for name in ran.names)
 

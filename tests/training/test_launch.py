@@ -131,7 +131,7 @@ def test_nodes_that_only_call_out(
             process.join(RUN_END_S)
         said = (tmp_path / f"{len(whole) - 1 - NODES}.log").read_text()
         assert [process.exitcode for process in processes] == [0] * (1 + NODES), said
-        assert said.count("cannot be called: it calls the others") == (2 if listen else 0) and "gone:" not in said, said
+        assert said.count("cannot be called: it calls the others") == (2 if listen else 0) and "lost:" not in said, said
     assert place.losses("calling") == pytest.approx(place.losses("called"), rel=1e-5)
 
 
@@ -226,7 +226,7 @@ def test_sigterm_saves_what_was_trained(place: Place, many: Callable[..., list[B
     run.join(RUN_END_S)
     said = (tmp_path / "0.log").read_text()
     assert run.exitcode == 143, said
-    assert "gone: " not in said
+    assert "lost: " not in said
     assert "--resume goes on" in said
     assert place.saved("taken away") == len(place.losses("taken away"))
 
