@@ -19,7 +19,7 @@ from skippipe.model.stand_ins import is_bridge
 from skippipe.model_shape import model_named
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_beside, with_codecs_of, with_smallest_elsewhere
-from skippipe.planner.problem import PlanRequest, Strategy, check_feasible
+from skippipe.planner.problem import PlanRequest, Strategy, check_feasible, shared_lane_unit
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
 from skippipe.planner.strategies import has_lengths, make_plan_for, with_paths_of
@@ -69,7 +69,8 @@ def make_job_plan(
         lengths = job_lengths(job, stages, stages)
         single = job.followed.lengths(job.iterations, stages, stages)
         plan_spec = replace(plan_spec, visit=max(single, key=lambda each: (single[each], each)), also=tuple(lengths))
-    problem = replace(problem_of(cluster, workload, plan_spec, example), codec_budget=budget)
+    with _naming_shared_unit(plan_spec, stages):
+        problem = replace(problem_of(cluster, workload, plan_spec, example), codec_budget=budget)
     for length in plan_spec.also:
         with _explain_infeasible(length, problem.stages):  # what is infeasible is found before a long search
             check_feasible(problem, length, plan_spec.also)
@@ -157,6 +158,18 @@ def plans_by_length(
             settled.insert(0, same)
         found[length] = same
     return with_codecs_of(settled[-1], found) if budget else found
+
+
+@contextmanager
+def _naming_shared_unit(plan_spec: PlanSpec, stages: int) -> Iterator[None]:
+    """What suits paths of one length alone is of no use where a run has others, too."""
+    try:
+        yield
+    except Infeasible as error:
+        unit = shared_lane_unit(stages, {plan_spec.visit or stages, *plan_spec.also})
+        if not plan_spec.also or not plan_spec.microbatches or plan_spec.microbatches % unit == 0:
+            raise
+        raise Infeasible(f"{error}; for all paths of the run a multiple of {unit}") from None
 
 
 @contextmanager

@@ -235,6 +235,10 @@ def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
             "recipe.skip: paths through 2 of 3 stages: 3 microbatches over 1 of 2 stages cannot visit each equally "
             "often (CC3): use a multiple of 2, such as 2 or 4",
         ),
+        (
+            "[batch]\nmicrobatches = 3\n[recipe]\nskip = '0 & 2 x 1/3'",
+            "use a multiple of 2, such as 2 or 4; for all paths of the run a multiple of 6",
+        ),
         ("[emulation]\nenabled = true\nlike = 'gpt-9'", "model 'gpt-9'"),
         ("[report]\nprometheus = 99999", "report.prometheus"),
     ],

@@ -103,6 +103,7 @@ class Startup:
             self.context.gather_weights()
         else:
             complete = set(self.replanner.plan.stage_of) <= set(self.membership.active)
+            self.commits.detector.committed()  # the time in which nodes joined is no part of the iteration
             self.commits.restart("" if complete else "nodes are missing")
 
     def finish_rejoin(self) -> None:
