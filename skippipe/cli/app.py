@@ -11,7 +11,7 @@ import typer
 from typer.main import get_command
 
 import skippipe
-from skippipe.cli import eval, generate, members, profile, serve, show, study, sweep
+from skippipe.cli import eval, generate, heal, members, profile, serve, show, study, sweep
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import node as node_command
 from skippipe.cli import plan as plan_command
@@ -58,7 +58,7 @@ app.command("train", cls=Command)(check_ranges_of(train_command.train))
 app.command("dashboard", cls=Command)(check_ranges_of(show.dashboard))
 app.command("grow", cls=Command)(check_ranges_of(train_command.grow))
 app.command("export", cls=Command)(check_ranges_of(train_command.export))
-app.command("heal", cls=Command)(check_ranges_of(train_command.heal))
+app.command("heal", cls=Command)(check_ranges_of(heal.heal))
 app.command("score", cls=Command)(check_ranges_of(eval.score))
 app.command("eval", cls=Command)(check_ranges_of(eval.evaluate))
 app.command("generate", cls=Command)(check_ranges_of(generate.generate))

@@ -19,7 +19,16 @@ from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget
 from skippipe.planner.genetic_allocation import allocate, best_tour
-from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, check_feasible, lane_unit, stage_sizes
+from skippipe.planner.problem import (
+    Budget,
+    PlanRequest,
+    Problem,
+    Strategy,
+    check_feasible,
+    full_pipeline,
+    lane_unit,
+    stage_sizes,
+)
 from skippipe.planner.published import published20
 from skippipe.planner.strategies import (
     detours_share,
@@ -371,8 +380,33 @@ def test_memory_too_small_says_how_many_stages_would_fit() -> None:
 
 def test_too_few_slots_for_the_lanes_are_named() -> None:
     work = Workload(TINY, sequence_tokens=16, microbatches=10, max_slots=1)
-    with pytest.raises(Infeasible, match=r"takes 5 equal lanes, 5 of them through stage 0, whose 1 nodes hold 1"):
-        make_plan(Problem(uniform_cluster(6), work, 6, 4), Strategy.SKIPPIPE, quick())
+    problem = Problem(uniform_cluster(6), work, 6, 4)
+    said = []
+    for call in (
+        lambda: make_plan(problem, Strategy.SKIPPIPE, quick()),
+        lambda: problem.lanes_of(tuple((node,) for node in range(6))),
+    ):
+        with pytest.raises(Infeasible) as error:
+            call()
+        said.append(str(error.value))
+    (line,) = set(said)
+    assert line == (
+        "stage 0 is on 1 node with room for 1 microbatch at a time, and paths through 4 of 6 stages need room for 5 "
+        "there, so that each stage is visited equally often: add nodes, or give --max-slots 5 or --skip 0 (in a job: "
+        "pipeline.max_slots, recipe.skip)"
+    )
+
+
+def test_too_few_slots_are_found_before_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled() -> None:
+        raise AssertionError("too early")
+
+    monkeypatch.setattr("skippipe.planner.strategies.compile_search", compiled)
+    memory = Problem(regions(4), Workload(MODELS["llama-1.5b"], microbatches=6), 4, 3)
+    with pytest.raises(Infeasible, match=r"for 2 microbatches .* need room for 3 there.* --samples 1 or .*--skip 0"):
+        make_plan(memory, Strategy.BEST, quick())
+    with pytest.raises(AssertionError, match="too early"):
+        make_plan(full_pipeline(memory), Strategy.BEST, quick())
 
 
 # parts

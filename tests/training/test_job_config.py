@@ -29,8 +29,9 @@ from skippipe.toml_config import example, field_texts, from_table
 from skippipe.training import train_job
 from skippipe.training.backends import BACKENDS, one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import ADVISED, JobConfig, load_job
+from skippipe.training.job_config import ADVISED, ComputeConfig, JobConfig, TransportConfig, load_job
 from skippipe.training.job_plan import plans_by_length
+from skippipe.training.train_job import start_notes
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.jobs import WORDS
@@ -245,8 +246,42 @@ def test_what_cannot_be_found_or_done_is_one_line(text: str, complaint: str, fol
 
 def test_cuda_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.version.cuda", None)
+    monkeypatch.setattr("torch.version.hip", None)
     said = complaint_of(folder, "[compute]\ndevice = 'cuda'")
-    assert said == "device 'cuda': this machine has 0 CUDA devices; use another, or cpu"
+    assert said.startswith("device 'cuda': torch ")
+    assert said.endswith(" is built without CUDA; install a build with CUDA (pytorch.org), or use cpu")
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    said = complaint_of(folder, "[compute]\ndevice = 'cuda:1'")
+    assert said.endswith(
+        " is built for GPUs and sees none on this machine; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu"
+    )
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    said = complaint_of(folder, "[compute]\ndevice = 'cuda:1'")
+    assert said == "device 'cuda:1': this machine has 1 CUDA devices; use another, or cpu"
+
+
+def test_notes_before_a_run_on_what_the_job_may_not_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+    def notes(listen: str, peers: str = "", device: str = "cpu", *, here: bool = True) -> list[str]:
+        transport = TransportConfig(listen=listen, peers=peers, key=peers and "coordinator.key")
+        job = replace(JobConfig(), transport=transport, compute=ComputeConfig(device))
+        return list(start_notes(job, nodes_here=here and not peers, listens=True))
+
+    assert notes("127.0.0.1:0") == notes("[::]:5555", "peers.json") == []
+    assert notes("127.0.0.1:0", "peers.json") == [
+        "warning: transport.listen: nodes on other machines cannot reach 127.0.0.1:0; set transport.listen = "
+        '"[::]:5555"'
+    ]
+    (warned,) = notes("0.0.0.0:5555")
+    assert warned.endswith("is 0.0.0.0:5555, but without transport.peers all nodes are started on this machine")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert notes("127.0.0.1:0") == [
+        'note: this machine has 2 GPUs and the job uses none; to use them: [compute] device = "cuda"'
+    ]
+    assert notes("127.0.0.1:0", device="cuda") == notes("127.0.0.1:0", device="cpu:2") == []
+    assert notes("127.0.0.1:0", here=False) == notes("[::]:5555", "peers.json") == []
 
 
 def test_an_output_that_cannot_be_a_folder(folder: Path) -> None:
