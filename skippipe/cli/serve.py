@@ -168,9 +168,9 @@ def serve(
         wait_timeout=timedelta(seconds=wait_timeout),
         grace=timedelta(seconds=grace),
     )
-    listening_socket(host, port, hint=PORT_TAKEN).close()  # a port that is taken is an error before torch is imported
     known = cluster_named(cluster)[0] if cluster else None
     names = _names(known, keys)
+    listening_socket(host, port, hint=PORT_TAKEN).close()  # a port that is taken is an error before torch is imported
     print(f"skippipe {__version__} starts to serve {checkpoint}", file=sys.stderr, flush=True)  # torch takes a while
     import torch
 

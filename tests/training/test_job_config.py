@@ -31,10 +31,12 @@ from skippipe.training.backends import BACKENDS, one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.job_config import ADVISED, ComputeConfig, JobConfig, TransportConfig, load_job
 from skippipe.training.job_plan import plans_by_length
+from skippipe.training.run import RunOptions
 from skippipe.training.train_job import start_notes
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.jobs import WORDS
+from tests.helpers.model_folders import checkpoint_in
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import Bench
@@ -188,7 +190,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def assembled(folder: Path, text: str = "", **pipeline: Any) -> RunSetup:
+def assembled(folder: Path, text: str = "", request: PlanRequest = QUICK, **pipeline: Any) -> RunSetup:
     """A small job with some fields said otherwise."""
     said: dict[str, Any] = {
         "output": str(folder / "run"),
@@ -200,7 +202,7 @@ def assembled(folder: Path, text: str = "", **pipeline: Any) -> RunSetup:
     }
     for name, value in tomllib.loads(text).items():
         said[name] = {**said.get(name, {}), **value} if isinstance(value, dict) else value
-    return build_run(from_table(JobConfig, said), request=QUICK)
+    return build_run(from_table(JobConfig, said), request=request)
 
 
 def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
@@ -221,7 +223,7 @@ def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
         ("[data]\nvocabulary = 2048\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
         ("[model]\nconfig = 'gpt-9'", "model 'gpt-9': neither a preset (llama-tiny, "),
         ("[compute]\ndevice = 'tpu'", "device 'tpu': expected cpu, cpu:K (K workers), cuda, cuda:N or cuda:N-M"),
-        ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': this machine has "),
+        ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': "),
         ("[batch]\nsequence = 100000", "tokens is too short for a sequence of 100,000"),
         ("[pipeline]\nstages = 9", "9 stages need at least 9 nodes"),
         ("[pipeline]\nskip = 'some'", "skip: 'some' is not a share"),
@@ -417,6 +419,30 @@ def test_a_recipe_becomes_plans_on_the_same_stages(folder: Path) -> None:
     assert read == {2: made.plan, 3: other}, "a resumed run keeps what it had"
     replace(other, workload=replace(other.workload, max_slots=1)).save(Path(made.job.output) / "plan-3.json")
     assert plans_by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)[3].workload == made.plan.workload
+
+
+def test_progress_says_which_plan_it_is_of_how_many(folder: Path) -> None:
+    heard: list[str] = []
+    request = replace(QUICK, progress=lambda what, share, best_s: heard.append(what))
+    assembled(folder, BY_TURNS, request, max_slots=2)
+    plans = list(dict.fromkeys(what.partition(":")[0] for what in heard if what.startswith("plan ")))
+    assert plans == ["plan 1 of 2 (2 of 3 stages)", "plan 2 of 2 (3 of 3 stages)"]
+    assert "plan 2 of 2 (3 of 3 stages): searching" in heard
+
+
+def test_a_run_that_is_over_is_refused_before_text_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: Any, **__: Any) -> None:
+        raise AssertionError("too early")
+
+    monkeypatch.setattr("skippipe.training.build_run.prepare", prepare)
+    job, resumed = replace(JobConfig(), output=str(folder / "run")), RunOptions(resumed=True)
+    with pytest.raises(UserError, match="no sound checkpoint to resume from"):
+        build_run(job, options=resumed)
+    checkpoint_in(folder / "run")  # of 7 iterations
+    with pytest.raises(UserError, match="000007: has 7 iterations already, and the job wants 7: set a higher number"):
+        build_run(replace(job, iterations=7), options=resumed)
+    with pytest.raises(AssertionError, match="too early"):
+        build_run(replace(job, iterations=8), options=resumed)
 
 
 def test_a_sandwich_becomes_a_plan_with_paths_of_both_lengths(folder: Path) -> None:
