@@ -102,8 +102,8 @@ def start_notes(job: JobConfig, *, nodes_here: bool, listens: bool) -> Iterator[
     is_local = all(is_loopback(host) for host, _ in split_all(transport.listen))
     if listens and transport.peers and is_local:
         yield (
-            f"warning: transport.listen: nodes on other machines cannot reach {transport.listen}; set transport.listen "
-            '= "[::]:5555"'
+            f"warning: transport.listen: nodes on other machines cannot reach {transport.listen}, unless by a tunnel; "
+            'set transport.listen = "[::]:5555"'
         )
     if listens and not transport.peers and not is_local:
         yield (

@@ -29,14 +29,11 @@ from skippipe.toml_config import example, field_texts, from_table
 from skippipe.training import train_job
 from skippipe.training.backends import BACKENDS, one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import ADVISED, ComputeConfig, JobConfig, TransportConfig, load_job
+from skippipe.training.job_config import ADVISED, JobConfig, load_job
 from skippipe.training.job_plan import plans_by_length
-from skippipe.training.run import RunOptions
-from skippipe.training.train_job import start_notes
 from skippipe.validate import validate
 from skippipe.workload import Workload
 from tests.helpers.jobs import WORDS
-from tests.helpers.model_folders import checkpoint_in
 from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import Bench
@@ -190,7 +187,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def assembled(folder: Path, text: str = "", request: PlanRequest = QUICK, **pipeline: Any) -> RunSetup:
+def assembled(folder: Path, text: str = "", **pipeline: Any) -> RunSetup:
     """A small job with some fields said otherwise."""
     said: dict[str, Any] = {
         "output": str(folder / "run"),
@@ -202,7 +199,7 @@ def assembled(folder: Path, text: str = "", request: PlanRequest = QUICK, **pipe
     }
     for name, value in tomllib.loads(text).items():
         said[name] = {**said.get(name, {}), **value} if isinstance(value, dict) else value
-    return build_run(from_table(JobConfig, said), request=request)
+    return build_run(from_table(JobConfig, said), request=QUICK)
 
 
 def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
@@ -248,42 +245,8 @@ def test_what_cannot_be_found_or_done_is_one_line(text: str, complaint: str, fol
 
 def test_cuda_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("torch.version.cuda", None)
-    monkeypatch.setattr("torch.version.hip", None)
     said = complaint_of(folder, "[compute]\ndevice = 'cuda'")
-    assert said.startswith("device 'cuda': torch ")
-    assert said.endswith(" is built without CUDA; install a build with CUDA (pytorch.org), or use cpu")
-    monkeypatch.setattr("torch.version.cuda", "13.0")
-    said = complaint_of(folder, "[compute]\ndevice = 'cuda:1'")
-    assert said.endswith(
-        " is built for GPUs and sees none on this machine; check nvidia-smi and CUDA_VISIBLE_DEVICES, or use cpu"
-    )
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    said = complaint_of(folder, "[compute]\ndevice = 'cuda:1'")
-    assert said == "device 'cuda:1': this machine has 1 CUDA devices; use another, or cpu"
-
-
-def test_notes_before_a_run_on_what_the_job_may_not_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-
-    def notes(listen: str, peers: str = "", device: str = "cpu", *, here: bool = True) -> list[str]:
-        transport = TransportConfig(listen=listen, peers=peers, key=peers and "coordinator.key")
-        job = replace(JobConfig(), transport=transport, compute=ComputeConfig(device))
-        return list(start_notes(job, nodes_here=here and not peers, listens=True))
-
-    assert notes("127.0.0.1:0") == notes("[::]:5555", "peers.json") == []
-    assert notes("127.0.0.1:0", "peers.json") == [
-        "warning: transport.listen: nodes on other machines cannot reach 127.0.0.1:0; set transport.listen = "
-        '"[::]:5555"'
-    ]
-    (warned,) = notes("0.0.0.0:5555")
-    assert warned.endswith("is 0.0.0.0:5555, but without transport.peers all nodes are started on this machine")
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert notes("127.0.0.1:0") == [
-        'note: this machine has 2 GPUs and the job uses none; to use them: [compute] device = "cuda"'
-    ]
-    assert notes("127.0.0.1:0", device="cuda") == notes("127.0.0.1:0", device="cpu:2") == []
-    assert notes("127.0.0.1:0", here=False) == notes("[::]:5555", "peers.json") == []
+    assert said.startswith("device 'cuda': torch ") and said.endswith(", or use cpu")
 
 
 def test_an_output_that_cannot_be_a_folder(folder: Path) -> None:
@@ -419,30 +382,6 @@ def test_a_recipe_becomes_plans_on_the_same_stages(folder: Path) -> None:
     assert read == {2: made.plan, 3: other}, "a resumed run keeps what it had"
     replace(other, workload=replace(other.workload, max_slots=1)).save(Path(made.job.output) / "plan-3.json")
     assert plans_by_length(made.job, made.plan, (2, 3), QUICK, resumed=True)[3].workload == made.plan.workload
-
-
-def test_progress_says_which_plan_it_is_of_how_many(folder: Path) -> None:
-    heard: list[str] = []
-    request = replace(QUICK, progress=lambda what, share, best_s: heard.append(what))
-    assembled(folder, BY_TURNS, request, max_slots=2)
-    plans = list(dict.fromkeys(what.partition(":")[0] for what in heard if what.startswith("plan ")))
-    assert plans == ["plan 1 of 2 (2 of 3 stages)", "plan 2 of 2 (3 of 3 stages)"]
-    assert "plan 2 of 2 (3 of 3 stages): searching" in heard
-
-
-def test_a_run_that_is_over_is_refused_before_text_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prepare(*_: Any, **__: Any) -> None:
-        raise AssertionError("too early")
-
-    monkeypatch.setattr("skippipe.training.build_run.prepare", prepare)
-    job, resumed = replace(JobConfig(), output=str(folder / "run")), RunOptions(resumed=True)
-    with pytest.raises(UserError, match="no sound checkpoint to resume from"):
-        build_run(job, options=resumed)
-    checkpoint_in(folder / "run")  # of 7 iterations
-    with pytest.raises(UserError, match="000007: has 7 iterations already, and the job wants 7: set a higher number"):
-        build_run(replace(job, iterations=7), options=resumed)
-    with pytest.raises(AssertionError, match="too early"):
-        build_run(replace(job, iterations=8), options=resumed)
 
 
 def test_a_sandwich_becomes_a_plan_with_paths_of_both_lengths(folder: Path) -> None:
