@@ -197,6 +197,8 @@ class Cluster:
             entry.close()
         latency_s = _matrix(fields, "latency_s", len(nodes))
         bandwidth = _matrix(fields, "bandwidth_bytes_per_s", len(nodes))
+        for other in filter(fields.mentions, OPTIONAL):
+            raise UserError(f"{other}: is a field of nodes, each has its own: move it to nodes[0].{other}")
         fields.close()
         return cls(name, tuple(nodes), latency_s, bandwidth, overhead_s)
 

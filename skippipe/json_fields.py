@@ -208,7 +208,10 @@ class Fields:
         readers |= {int: self.integer, float: self.number}
         found = {}
         for name, hint in hints_of(self._of).items():
-            if name in self._known or (name in added and not self.mentions(name)):
+            if name in self._known:
+                continue
+            if name in added and not self.mentions(name):
+                self._known.append(name)
                 continue
             kind, _ = split_hint(hint)
             nullable = type(None) in get_args(get_args(hint)[0] if get_origin(hint) is Annotated else hint)

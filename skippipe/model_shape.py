@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,9 @@ from typing import Annotated, Any
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.value_ranges import LAYERS, WIDTH, Range, check_ranges, range_of
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+"""What a name on the Hugging Face hub looks like; so do some paths."""
 
 
 @dataclass(frozen=True)
@@ -170,5 +174,18 @@ def model_named(name: str) -> ModelShape:
         return MODELS[name]
     path = Path(name)
     if not exists(path):
-        raise UserError(f"model '{name}': neither a preset ({', '.join(MODELS)}) nor a config.json or its folder")
+        raise UserError(
+            f"model '{name}': neither a preset ({', '.join(MODELS)}) nor a config.json or its folder{_of_hub(name)}"
+        )
     return ModelShape.from_huggingface(path)
+
+
+def _of_hub(name: str) -> str:
+    """How to get the config.json of a model on the hub, if this may be its name."""
+    if not HUB_NAME.fullmatch(name) or name.endswith(".json") or name.startswith("."):
+        return ""
+    folder = re.split(r"[^a-z]", name.partition("/")[2].lower())[0] or "model"
+    return (
+        f"; if it is a name on the Hugging Face hub: 'hf download {name} config.json --local-dir {folder}', and then "
+        f"name the folder: {folder}"
+    )

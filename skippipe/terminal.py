@@ -103,7 +103,7 @@ class Trend:
         """The best plan and its trend in words; empty if there is no plan yet."""
         if best_s is None:
             return ""
-        if self._best_s is None or best_s < self._best_s:
+        if best_s != self._best_s:  # lower; or the first of another plan
             self._best_s, self._since = best_s, self._clock()
         same_s = self._clock() - self._since
         return f"best {best_s:.2f} s, " + ("still improving" if same_s < STALLED_S else f"the same for {same_s:.0f} s")

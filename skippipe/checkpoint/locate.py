@@ -61,6 +61,11 @@ def newest_checkpoint(run: Path) -> Path:
     checkpoints = Checkpoints.of_run(run)
     checkpoints.warn_of_others()
     newest = checkpoints.hold_newest()
+    if newest is None and (built_in(run) / CONFIG).is_file():
+        where = f" ({built_in(run)})" if built_in(run) != run else ""
+        raise UserError(
+            f"{run}: is a Hugging Face folder already{where}, like those that export makes: use it as it is"
+        )
     if newest is None:
         raise UserError(f"{run}: neither a checkpoint nor the output folder of a run that has one")
     if model := model_instead(run):

@@ -317,7 +317,7 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
     """The newest sound checkpoint, if it belongs to this job."""
     origin = checkpoints.newest_sound()
     if origin is None:
-        raise UserError(f"{checkpoints.folder}: no sound checkpoint to resume from")
+        raise UserError(no_checkpoint(checkpoints))
     found = origin.manifest
     for name, theirs, ours in (
         ("model", _essence(found.config), _essence(node_config.config)),
@@ -339,6 +339,10 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
     if found.trains_adapters:
         base_of(origin.place)
     return origin
+
+
+def no_checkpoint(checkpoints: Checkpoints) -> str:
+    return f"{checkpoints.folder}: no sound checkpoint to resume from"
 
 
 def _essence(config: dict[str, Any]) -> dict[str, Any]:

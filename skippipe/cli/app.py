@@ -11,7 +11,7 @@ import typer
 from typer.main import get_command
 
 import skippipe
-from skippipe.cli import eval, generate, members, profile, serve, show, study, sweep
+from skippipe.cli import eval, generate, heal, members, profile, serve, show, study, sweep
 from skippipe.cli import inspect as inspect_command
 from skippipe.cli import node as node_command
 from skippipe.cli import plan as plan_command
@@ -69,7 +69,7 @@ _add("export", TRAINING, train_command.export)
 _add("generate", MODEL, generate.generate)
 _add("eval", MODEL, eval.evaluate)
 _add("score", MODEL, eval.score)
-_add("heal", MODEL, train_command.heal)
+_add("heal", MODEL, heal.heal)
 _add("serve", MODEL, serve.serve)
 _add("node", MACHINES, node_command.node)
 _add("relay", MACHINES, node_command.relay)

@@ -134,6 +134,8 @@ def generate(
     subset = parse_subsets(
         len(staged.stages), [stages] if stages else [], [keep] if keep else [], residual_scale, 1, seed
     )[0]
+    if keep and len(subset.stages) < subset.total:
+        print(f"stages {', '.join(map(str, subset.stages))} of {subset.total}", file=sys.stderr, flush=True)
     stops = tuple(text.replace("\\n", "\n") for text in stop or ())
     sampling = SamplingParams(temperature, top_k, top_p, seed)
     requests = [GenerationRequest(_tokens(staged, text), max_tokens, sampling, stops) for text in texts]

@@ -38,6 +38,7 @@ TOKEN_VARIABLE = "SKIPPIPE_API_TOKEN"
 DEFAULT_CACHE_TOKENS = 2**16
 GRACE_S = 5.0  # a node of this machine that ends is back in less
 SERVER, LIMITS = "Server", "Limits"
+PORT_TAKEN = "name a free one with --port, or --port 0 for any"
 
 
 def serve(
@@ -144,7 +145,7 @@ def serve(
     from skippipe import web
     from skippipe.planner.problem_spec import cluster_named
     from skippipe.serving.scheduler import ServingSettings
-    from skippipe.transport.addresses import is_loopback
+    from skippipe.transport.addresses import is_loopback, listening_socket
 
     web.check_installed("prometheus_client")
     tokens = _tokens(token_file)
@@ -169,6 +170,7 @@ def serve(
     )
     known = cluster_named(cluster)[0] if cluster else None
     names = _names(known, keys)
+    listening_socket(host, port, hint=PORT_TAKEN).close()  # a port that is taken is an error before torch is imported
     print(f"skippipe {__version__} starts to serve {checkpoint}", file=sys.stderr, flush=True)  # torch takes a while
     import torch
 

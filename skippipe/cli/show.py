@@ -14,7 +14,7 @@ from skippipe.cli import inspect as inspect_command
 from skippipe.cli import plan as plan_command
 from skippipe.cli.options import Json, Overwrite, Trace
 from skippipe.errors import UserError
-from skippipe.json_fields import check_output, json_text, write_text
+from skippipe.json_fields import check_output, exists, json_text, read_json, write_text
 from skippipe.value_ranges import PORT
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def show(
         for each in map(path.joinpath, PICTURES) if path and path == pictures else [path]:
             if each is not None:
                 check_output(each, shown, overwrite=overwrite)
+    if not shown.is_dir():
+        _check_plan_file(shown)
     written = _show_run(shown, files, pictures, as_json) if shown.is_dir() else _show_plan(shown, files, as_json)
     if written and not as_json:
         print(f"written to {', '.join(map(str, written))}")
@@ -97,6 +99,20 @@ class _Files(NamedTuple):
             output if ending == ".png" else png,
             trace,
         )
+
+
+def _check_plan_file(file: Path) -> None:
+    """UserError if there is no such file, or if it holds a cluster, which another command shows."""
+    from skippipe.cluster import FORMAT
+
+    if not exists(file):
+        raise UserError(
+            f"{file}: no such file or folder; name a plan file, as 'skippipe plan -o' writes it, or the output folder "
+            "of a run"
+        )
+    found = read_json(file)
+    if isinstance(found, dict) and found.get("format") == FORMAT:
+        raise UserError(f"{file}: is a cluster file, not a plan; 'skippipe cluster {file}' shows it")
 
 
 def _show_plan(plan: Path, files: _Files, as_json: bool) -> list[Path]:

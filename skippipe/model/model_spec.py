@@ -277,5 +277,17 @@ def check_device(device: str) -> None:
         raise UserError(f"device '{device}': expected cpu, cuda or cuda:N")
     if kind == "cuda":
         found = torch.cuda.device_count()
+        if not found:
+            raise UserError(f"device '{device}': {why_no_cuda()}")
         if int(index or 0) >= found:
             raise UserError(f"device '{device}': this machine has {found} CUDA devices; use another, or cpu")
+
+
+def why_no_cuda() -> str:
+    """Why torch finds no CUDA device on this machine, and what to do."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA; install a build with CUDA (pytorch.org), or use cpu"
+    return (
+        f"torch {torch.__version__} is built for GPUs and sees none on this machine; check nvidia-smi and "
+        "CUDA_VISIBLE_DEVICES, or use cpu"
+    )

@@ -16,6 +16,8 @@ from heapq import heapify, heappop, heappush
 from math import gcd, lcm
 from typing import Any
 
+import numpy as np
+
 from skippipe.cluster import Cluster
 from skippipe.collectives.schedule import Averaging
 from skippipe.constraints import MAX_SWAPS
@@ -39,6 +41,13 @@ LESS_STATE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"offload": "optimizer"}, "optimizer state in host memory (offload optimizer)"),
 )
 """Ways to hold less than AdamW does, in the order of what they cost."""
+JOB_FIELDS = {
+    "--samples": "batch.samples",
+    "--max-slots": "pipeline.max_slots",
+    "--checkpointing": "model.checkpointing",
+    "--skip": "recipe.skip",
+}
+"""Option of `skippipe plan` → the field of a job that says the same."""
 Placement = tuple[tuple[int, ...], ...]
 """For each stage, the nodes that hold it."""
 
@@ -206,7 +215,8 @@ class Problem:
         by over 1."""
         count = self.lane_limit(placement) if most is None else min(most, self.lane_limit(placement))
         if count == 0:
-            raise Infeasible(self._too_little_memory(placement))
+            self.check_slots(placement)
+            raise AssertionError("there is room for lanes")
         slots = {node: int(self.costs.slots[0, node]) for node in placement[0]}
         work_ns = {
             node: int(self.costs.forward_ns[0, node] + self.costs.backward_ns[0, node] + self.costs.head_ns[node])
@@ -226,18 +236,57 @@ class Problem:
         first = set(sorted(order, key=lambda lane: (lane[1], work_ns[lane[0]]))[:extra])
         return [(node, each + ((node, nth) in first)) for node, nth in order]
 
-    def _too_little_memory(self, placement: Placement) -> str:
+    def check_slots(self, placement: Placement | None = None) -> None:
+        """Infeasible if a stage has too few slots for the lanes that it takes to visit stages equally often; without a
+        placement: whichever nodes it gets."""
+        found = self._short_stage(placement)
+        if found is None:
+            return
+        stage, nodes, room, needed = found
+        ways = self._more_slots(placement, -(-needed // nodes))
+        fields = ", ".join(JOB_FIELDS[way.split()[0]] for way in ways)
+        raise Infeasible(
+            f"stage {stage} is on {nodes} node{'s' * (nodes > 1)} with room for {room} microbatch{'es' * (room != 1)} "
+            f"at a time, and paths through {self.visited} of {self.stages} stages need room for {needed} there, so "
+            f"that each stage is visited equally often: add nodes, or give {' or '.join(ways)} (in a job: {fields})"
+        )
+
+    def _short_stage(self, placement: Placement | None) -> tuple[int, int, int, int] | None:
+        """A stage with too few slots, its nodes, the microbatches that these hold, and those that they have to hold."""
         unit, visits, others = self.lane_unit, self.visited - 1, self.stages - 1
-        needs = [unit] + [unit * visits // others] * others
-        for stage, nodes in enumerate(placement):
-            room = sum(int(self.costs.slots[stage, node]) for node in nodes)
-            if room < needs[stage]:
-                return (
-                    f"to visit {self.visited} of {self.stages} stages equally often takes {unit} equal lanes, "
-                    f"{needs[stage]} of them through stage {stage}, whose {len(nodes)} nodes hold {room} microbatches "
-                    f"in all: give it more nodes, use a smaller microbatch, or visit all {self.stages} stages"
-                )
-        raise AssertionError("there is room for lanes")
+        for stage, size in enumerate(self.sizes):
+            slots = self.costs.slots[stage]
+            nodes = list(placement[stage]) if placement else np.argsort(slots)[-size:].tolist()
+            needed, room = unit * visits // others if stage else unit, int(slots[nodes].sum())
+            if room < needed:
+                return stage, len(nodes), room, needed
+        return None
+
+    def _more_slots(self, placement: Placement | None, each: int) -> list[str]:
+        """Options that give all stages enough slots, one of them alone; nodes then hold so many microbatches each."""
+        work, samples = self.workload, [self.workload.samples_per_microbatch]
+        while samples[-1] > 1:
+            samples.append(samples[-1] // 2)
+        changes: list[tuple[str, dict[str, Any]]] = [
+            (f"--samples {fewer}", {"samples_per_microbatch": fewer}) for fewer in samples[1:]
+        ]
+        if work.max_slots is not None:
+            changes.append((f"--max-slots {each}", {"max_slots": each}))
+        if not work.activation_checkpointing:
+            changes.append(("--checkpointing", {"activation_checkpointing": True}))
+        found: dict[str, str] = {}
+        for option, change in changes:
+            enough = replace(self, workload=replace(work, **change))._short_stage(placement) is None
+            if enough:
+                found.setdefault(option.split()[0], option)
+        return [*found.values(), "--skip 0"]
+
+
+def full_pipeline(problem: Problem) -> Problem:
+    """The same workload without skips and swaps, on stages of equal size; nodes that make no whole pipeline stay
+    idle."""
+    size = len(problem.cluster) // problem.stages
+    return replace(problem, visited=problem.stages, swaps=0, sizes=(size,) * problem.stages)
 
 
 def problem_on_stages(plan: Plan, visited: int, timing: Timing = Timing.FULL, swaps: int = MAX_SWAPS) -> Problem:

@@ -37,6 +37,7 @@ from skippipe.planner.problem import (
     Problem,
     Strategy,
     averagings,
+    full_pipeline,
     iteration_ns,
     lane_unit,
     problem_on_stages,
@@ -102,6 +103,8 @@ def _with_codecs(problem: Problem, budget: CodecBudget, strategy: Strategy, requ
 def _make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Plan:
     if strategy is Strategy.DTFM:
         problem = full_pipeline(problem)
+    if not request.start and not _begins_in_parts(problem, request):  # parts may have stages of other sizes
+        problem.check_slots(request.placement)  # before kernels are compiled, which takes a minute
     request.progress("compiling (once on a machine)", 0, None)
     if strategy is Strategy.BEST:
         compile_search()
@@ -379,13 +382,6 @@ def _checked_start(problem: Problem, plan: Plan) -> Plan:
     return plan
 
 
-def full_pipeline(problem: Problem) -> Problem:
-    """The same workload without skips and swaps, on stages of equal size; nodes that make no whole pipeline stay
-    idle."""
-    size = len(problem.cluster) // problem.stages
-    return replace(problem, visited=problem.stages, swaps=0, sizes=(size,) * problem.stages)
-
-
 def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:
     """The same nodes on the same stages with paths of another length: the faster of a newly made and a repaired plan;
     with paths of several lengths, a `sandwich`.
@@ -425,9 +421,14 @@ def make_plan_for(problem: Problem, length: PathLength, strategy: Strategy, requ
     For several lengths that is a sandwich, if `best` searches and codecs are given. Otherwise it has paths of the
     problem's one length, and `with_paths_of` finds those of several on its stages.
     """
-    if isinstance(length, tuple) and strategy is Strategy.BEST and problem.codec_budget is None:
+    if isinstance(length, tuple) and plans_lengths(problem, length, strategy):
         return make_sandwich(problem, length, request)
     return make_plan(problem, strategy, request)
+
+
+def plans_lengths(problem: Problem, length: PathLength, strategy: Strategy) -> bool:
+    """Whether the plan that `make_plan_for` makes has paths of several lengths, if they are asked for."""
+    return isinstance(length, tuple) and strategy is Strategy.BEST and problem.codec_budget is None
 
 
 def make_sandwich(problem: Problem, length: tuple[int, ...], request: PlanRequest) -> Plan:

@@ -217,7 +217,7 @@ class _Network:
     def findings(self) -> Iterator[Finding]:
         machine = self._machine
         ports = {each: admission_address(each) for each in machine.addresses}
-        found = {each.address: each for each in reach_all([*ports, *ports.values()], machine.connect_s)}
+        found = {each.address: each for each in reach_all([*ports, *ports.values()], machine.connect_s, heard=True)}
         yield self._reached([found[each] for each in ports])
         answering = [each for each, port in ports.items() if not found[port].failure]
         if not answering:
@@ -242,7 +242,9 @@ class _Network:
         if up:
             return _ok("coordinator", f"{', '.join(up)} answers" + (f" ({'; '.join(down)})" if down else ""))
         ports = " and ".join(str(split_address(found[0].address)[1] - less) for less in (1, 0))
-        if any(each.is_dropped for each in found):
+        if any(each.is_other for each in found):
+            advice = "name the address of the coordinator: the one in the invitation, or transport.listen of its job"
+        elif any(each.is_dropped for each in found):
             advice = f"is that machine on, and do its firewall and router let TCP ports {ports} through?"
         else:
             advice = "is the coordinator started, and is this its address?"

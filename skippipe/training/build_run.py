@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 
+from skippipe.checkpoint.format import Checkpoints
 from skippipe.checkpoint.hf_export import JOB_FILE
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.collectives import COLLECTIVES, Collective
@@ -53,7 +54,7 @@ from skippipe.training.pretrained import (
     with_pretrained,
     write_first_checkpoint,
 )
-from skippipe.training.run import Run, RunOptions
+from skippipe.training.run import Run, RunOptions, check_resumable
 from skippipe.training.run_folder import make_folder
 from skippipe.training.trackers import check_trackers
 from skippipe.transport.addresses import free_port
@@ -243,6 +244,8 @@ def build_run(
     """
     if nodes_here:
         parse_devices(job.compute.device)
+    if options.resumed and not job.transport.peers:  # nodes that joined may have gone on after the checkpoint
+        check_resumable(Checkpoints(Path(job.output) / "checkpoints", run_id=options.run_id), job.iterations)
     job = with_pretrained(job)
     make_folder(Path(job.output))
     check_trackers(job.report)

@@ -22,7 +22,7 @@ from skippipe.planner.codec_choice import choose_beside, with_codecs_of, with_sm
 from skippipe.planner.problem import PlanRequest, Strategy, check_feasible, shared_lane_unit
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
-from skippipe.planner.strategies import has_lengths, make_plan_for, with_paths_of
+from skippipe.planner.strategies import has_lengths, make_plan_for, plans_lengths, with_paths_of
 from skippipe.presets import emulated_cluster
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import PathLength, mean_repeats, parse_share, parts_of, path_length_text, visited_of
@@ -75,6 +75,9 @@ def make_job_plan(
         with _explain_infeasible(length, problem.stages):  # what is infeasible is found before a long search
             check_feasible(problem, length, plan_spec.also)
     usual = most_frequent(lengths) if job.followed.phases else problem.visited
+    if job.followed.phases:
+        planned = usual if plans_lengths(problem, usual, Strategy(pipeline.strategy)) else problem.visited
+        request = _numbered(request, 1, len({*lengths, planned}), planned, problem.stages)
     with _explain_infeasible(usual, problem.stages) if isinstance(usual, tuple) else nullcontext():
         return make_plan_for(problem, usual, Strategy(pipeline.strategy), request)
 
@@ -145,12 +148,15 @@ def plans_by_length(
         return {plan.visited: plan}
     budget, settled = job.codec_budget, [plan]
     found: dict[PathLength, Plan] = {}
+    others = [length for length in lengths if not has_lengths(plan, length)]
     for length in sorted(lengths, key=parts_of):
         same = plan if has_lengths(plan, length) else _saved_plan(job, plan, length) if resumed else None
         if same is None:
             with _explain_infeasible(length, len(plan.stages)):
                 given = with_smallest_elsewhere(plan) if budget else plan
-                same = with_paths_of(given, length, Strategy(job.pipeline.strategy), request)
+                number = 2 + sorted(others, key=parts_of).index(length)
+                asked = _numbered(request, number, 1 + len(others), length, len(plan.stages))
+                same = with_paths_of(given, length, Strategy(job.pipeline.strategy), asked)
             if budget:
                 same = choose_beside(same, settled, budget)
                 settled.append(same)
@@ -158,6 +164,18 @@ def plans_by_length(
             settled.insert(0, same)
         found[length] = same
     return with_codecs_of(settled[-1], found) if budget else found
+
+
+def _numbered(request: PlanRequest, number: int, of: int, length: PathLength, stages: int) -> PlanRequest:
+    """The request, whose progress says which of the job's plans it is, and for which paths."""
+    if of == 1:
+        return request
+    which = f"plan {number} of {of} ({path_length_text(length)} of {stages} stages)"
+
+    def progress(what: str, share: float, best_s: float | None) -> None:
+        request.progress(f"{which}: {what}", share, best_s)
+
+    return replace(request, progress=progress)
 
 
 @contextmanager

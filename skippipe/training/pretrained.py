@@ -8,7 +8,6 @@ checkpoints.
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
@@ -33,14 +32,13 @@ from skippipe.model.model_files import CONFIG, GENERATION, TOKENIZER
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stand_ins import trained_bridges
-from skippipe.model_shape import model_named
+from skippipe.model_shape import HUB_NAME, model_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot
 from skippipe.training.depth_growth import differences, donor_layers, donor_name
 from skippipe.training.job_config import JobConfig, ModelConfig
 from skippipe.training.run import Run
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 TOKENIZER_FILES = ("tokenizer.json", TOKENIZER, "tokenizer.model", "vocab.json")
 
@@ -135,14 +133,19 @@ def _folder_of(name: str) -> Path:
 
 def _downloaded(name: str) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
-    except Exception as error:  # of the network, the hub, or the disk
-        raise UserError(
-            f"model.weights: '{name}' is no folder here, and the Hugging Face hub did not give it: {first_line(error)};"
-            f" where there is a network, 'hf download {name} --local-dir FOLDER', and name the folder"
-        ) from None
+    except LocalEntryNotFoundError:
+        why = "could not be asked for it (no network)"
+    except Exception as error:  # of the hub or the disk
+        why = f"did not give it: {first_line(error)}"
+    raise UserError(
+        f"model.weights: there is no folder '{name}' here, and the Hugging Face hub {why}; if it is a folder, check "
+        f"the path; if it is a name on the hub: 'hf download {name} --local-dir FOLDER' where there is a network, and "
+        "name that folder"
+    )
 
 
 def check_vocabulary(job: JobConfig, model_tokens: int, tokenizer_tokens: int) -> None:

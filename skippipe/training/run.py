@@ -13,7 +13,7 @@ from typing import Any
 from skippipe.checkpoint.adapters import BASE
 from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
-from skippipe.checkpoint.manager import CheckpointManager, origin_of
+from skippipe.checkpoint.manager import CheckpointManager, no_checkpoint, origin_of
 from skippipe.checkpoint.storage import ModelStore, Rescue, WriteFailures
 from skippipe.constraints import lanes_through
 from skippipe.data.tokenizer import TextTokenizer
@@ -55,6 +55,24 @@ class RunOptions:
     """Whether nodes that joined by themselves wait for another coordinator when this one ends by request."""
 
 
+def check_resumable(checkpoints: Checkpoints, iterations: int) -> None:
+    """UserError if no checkpoint leaves any of so many iterations to do. What can be told at once, without a plan and
+    without reading a checkpoint that will be read later."""
+    found = checkpoints.complete()
+    if not found:
+        raise UserError(no_checkpoint(checkpoints))
+    if int(found[0].name) >= iterations and (origin := checkpoints.newest_sound()):
+        _check_iterations(origin, iterations)
+
+
+def _check_iterations(origin: CheckpointOrigin, wanted: int) -> None:
+    done = origin.manifest.iterations
+    if done >= wanted:
+        raise UserError(
+            f"{origin.place}: has {done} iterations already, and the job wants {wanted}: set a higher number"
+        )
+
+
 @dataclass(frozen=True)
 class Run(RunOptions):
     """All that the coordinator of a run needs, beside the configuration that nodes get."""
@@ -79,11 +97,8 @@ class Run(RunOptions):
         if not self.resumed or (self.recovered_records and not self.checkpoints.complete()):
             return None
         origin = origin_of(self.checkpoints, self.node_config)
-        if origin.manifest.iterations >= self.iterations and not self.recovered_records:
-            raise UserError(
-                f"{origin.place}: has {origin.manifest.iterations} iterations already, and the job wants "
-                f"{self.iterations}: set a higher number"
-            )
+        if not self.recovered_records:
+            _check_iterations(origin, self.iterations)
         return origin
 
     @property

@@ -61,6 +61,9 @@ def run_job(
     from skippipe.training.run_folder import open_run_folder
 
     torch.set_num_threads(wanted.compute.threads)
+    started_here = nodes_here and engine is not BACKENDS["ray"]
+    for note in start_notes(wanted, nodes_here=started_here, listens=engine is BACKENDS["processes"]):
+        print(note, file=sys.stderr)
     output = Path(wanted.output)
     with interruptible(2) as stopped, open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder:
         run_setup = build_setup(wanted, stopped, nodes_here, resumed, drills, folder)
@@ -90,6 +93,32 @@ def run_job(
         print(f"stopped; {what}; {more}", file=sys.stderr)
         raise SystemExit(130)
     print(f"done; the model is in {model}, figures in {output}/metrics.jsonl")
+
+
+def start_notes(job: JobConfig, *, nodes_here: bool, listens: bool) -> Iterator[str]:
+    """What the job may not mean as it is, a line each. With `listens`, nodes connect to transport.listen."""
+    import torch
+
+    from skippipe.training.job_config import ComputeConfig
+    from skippipe.transport.addresses import is_loopback, split_all
+
+    transport = job.transport
+    is_local = all(is_loopback(host) for host, _ in split_all(transport.listen))
+    if listens and transport.peers and is_local:
+        yield (
+            f"warning: transport.listen: nodes on other machines cannot reach {transport.listen}, unless by a tunnel; "
+            'set transport.listen = "[::]:5555"'
+        )
+    if listens and not transport.peers and not is_local:
+        yield (
+            f"warning: transport.listen: is {transport.listen}, but without transport.peers all nodes are started on "
+            "this machine"
+        )
+    if nodes_here and job.compute.device == ComputeConfig.device and (gpus := torch.cuda.device_count()):
+        yield (
+            f"note: this machine has {gpus} GPU{'s' * (gpus > 1)} and the job uses none; to use them: [compute] device "
+            '= "cuda"'
+        )
 
 
 def _promises(run_setup: RunSetup, engine: Backend, nodes_here: bool) -> bool:

@@ -45,6 +45,7 @@ CONNECT_S = 5.0  # for a connection to come about
 REACH_IN_BRIEF_S = 2.0
 RETRY_S = 1.0  # from one attempt to reach the coordinator to the next
 HANDSHAKE_BEGUN_S = 8.0  # for the side that connects: less than admission has, see `addresses`
+SIGNATURE_BYTES, SIGNATURE_ENDS = 10, (0xFF, 0x7F)  # what ZeroMQ sends when a connection is there
 REPLY_S = 10.0  # for an answer to a small request
 CALLED_PREFIX = b"skippipe calls back "
 
@@ -305,14 +306,19 @@ class Reach:
     """Why not; empty: it does."""
     is_dropped: bool = False
     """Nothing came back at all: packets are dropped on the way."""
+    is_other: bool = False
+    """Another program than SkipPipe listens there."""
 
 
-def reach(address: str, timeout_s: float = CONNECT_S, greeting: bytes = b"") -> Reach:
-    """Connect, send the greeting if there is one, and close. Of several addresses, to the first that answers."""
+def reach(address: str, timeout_s: float = CONNECT_S, greeting: bytes = b"", *, heard: bool = False) -> Reach:
+    """Connect, send the greeting if there is one, and close. Of several addresses, to the first that answers. If it has
+    to be `heard`, what listens there must greet as ZeroMQ does, which a coordinator speaks."""
     try:
         with dial([join_address(*place) for place in split_all(address)], timeout_s) as connection:
             if greeting:
                 connection.send(greeting)  # short: the first packet takes it
+            if heard and not _greets(connection, timeout_s):
+                return Reach(address, "what listens at this port is no SkipPipe coordinator", is_other=True)
         return Reach(address)
     except TimeoutError:
         return Reach(address, f"nothing came back in {timeout_s:g} s", is_dropped=True)
@@ -324,10 +330,26 @@ def reach(address: str, timeout_s: float = CONNECT_S, greeting: bytes = b"") -> 
         return Reach(address, (error.strerror or str(error)).lower())
 
 
-def reach_all(addresses: list[str], timeout_s: float = CONNECT_S) -> list[Reach]:
+def _greets(connection: socket.socket, timeout_s: float) -> bool:
+    """Whether the other side begins as ZeroMQ does, at once and without being asked (ZMTP 3: 10 bytes of signature)."""
+    deadline, found = time.monotonic() + timeout_s, b""
+    while len(found) < SIGNATURE_BYTES and (left_s := deadline - time.monotonic()) > 0:
+        connection.settimeout(left_s)
+        try:
+            more = connection.recv(SIGNATURE_BYTES - len(found))
+        except OSError:
+            return False
+        if not more:
+            return False
+        found += more
+    return len(found) == SIGNATURE_BYTES and (found[0], found[-1]) == SIGNATURE_ENDS
+
+
+def reach_all(addresses: list[str], timeout_s: float = CONNECT_S, *, heard: bool = False) -> list[Reach]:
     """All addresses side by side, so that one that is silent does not hold up the others; those that answer first."""
     with ThreadPoolExecutor(max(1, len(addresses))) as pool:
-        done = [each.result() for each in as_completed([pool.submit(reach, each, timeout_s) for each in addresses])]
+        tries = [pool.submit(reach, each, timeout_s, heard=heard) for each in addresses]
+        done = [each.result() for each in as_completed(tries)]
     return sorted(done, key=lambda found: bool(found.failure))
 
 

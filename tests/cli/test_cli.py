@@ -19,6 +19,7 @@ from rich.text import Text
 from typer.main import get_command
 
 from skippipe.cli.app import app
+from skippipe.cli.heal import worse_parts
 from skippipe.cli.plan import Gains
 from skippipe.plan import Plan
 from skippipe.training.job_config import load_job
@@ -169,6 +170,10 @@ def test_options_change_the_problem(skippipe: Command, tmp_path: Path) -> None:
         (["plan", "published20", "-m", "31"], "use a multiple of 5"),
         (["plan", "published20", "--sizes", "a,b"], "sizes: 'a,b' is not a list"),
         (["plan", "published20", "--model", "gpt"], "model 'gpt': neither a preset"),
+        (
+            ["plan", "regions:6", "--model", "Qwen/Qwen3-0.6B"],
+            "hf download Qwen/Qwen3-0.6B config.json --local-dir qwen",
+        ),
         (["plan", "published18", "--keep-stages", "published20"], "is for the cluster 'published20'"),
         (["plan", "published18", "--keep-stages", "published18"], "were not published"),
         (["plan", "regions:6", "--model", "llama-8b", "--samples", "8"], "GiB"),
@@ -389,3 +394,12 @@ def test_a_search_that_still_found_better_plans_says_so() -> None:
     assert gains.late == 0.25, "of what it had after two thirds"
     assert len(shown) == 5
     assert Gains(print).late == 0.0
+
+
+def test_parts_that_healing_has_made_worse_are_named() -> None:
+    rows = [{"missing": 0, "before": 2.0, "after": 2.0}, {"missing": 1, "before": 3.0, "after": 2.5}]
+    assert worse_parts({"perplexity": rows}) == ""
+    rows.append({"missing": 2, "before": 4.0, "after": 5.0})
+    assert worse_parts({"perplexity": rows}).startswith(
+        "with 2 stages missing, perplexity is higher than before healing"
+    )

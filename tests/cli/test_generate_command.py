@@ -62,6 +62,12 @@ def test_the_command(generate: Callable[..., tuple[str, str, int]], folder: Path
     assert generate("some words", *options, "--draft", "auto")[0] == text
     assert generate("some words", *options, "--stop", generation.text[3:5])[0] == generation.text[:3] + "\n"
     assert generate("some words", *options, "--stages", "0,2", "--residual-scale", "scaled")[0] != text
+    drawn = generate("some words", *options, "--keep", "2/3")[1]
+    named = drawn.removeprefix("stages ").removesuffix(" of 3\n").replace(", ", ",")
+    assert named in ("0,1", "0,2"), "stages that were drawn are named on stderr"
+    alike = generate("some words", *options, "--stages", named)
+    assert alike[1] == ""
+    assert alike[0] == generate("some words", *options, "--keep", "2/3")[0]
 
 
 def test_several_prompts_and_stdin(

@@ -127,11 +127,14 @@ def test_a_search_says_in_lines_how_far_it_is(capsys: pytest.CaptureFixture[str]
     for at, best_s in [(0.0, None), (4.0, 60.0), (5.0, 55.0), (7.0, 55.0), (10.0, 55.0), (21.0, 54.0), (40.0, 54.0)]:
         now[0] = at
         log("searching", at / 40, best_s)
+    now[0] = 46.0
+    log("searching", 0.1, 60.0)
     assert capsys.readouterr().err.splitlines() == [
         "best: searching, 12%, best 55.00 s, still improving",
         "best: searching, 25%, best 55.00 s, the same for 5 s",
         "best: searching, 52%, best 54.00 s, still improving",
         "best: searching, 100%, best 54.00 s, the same for 19 s",
+        "best: searching, 10%, best 60.00 s, still improving",  # of another plan
     ]
 
 

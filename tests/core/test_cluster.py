@@ -52,6 +52,11 @@ BAD = {
         "bandwith_bytes: unknown field; did you mean 'bandwidth_bytes_per_s'?",
     ),
     "unknown node field": (change("nodes.1.gpus", 3), "nodes[1].gpus: unknown field; known here: name"),
+    "misspelled optional field": (
+        change("nodes.1.device", 2),
+        "nodes[1].device: unknown field; did you mean 'devices'",
+    ),
+    "field of a node": (change("devices", 2), "devices: is a field of nodes, each has its own: move it to nodes[0]."),
     "missing field": (change("nodes.1.memory_bytes", ...), "nodes[1].memory_bytes: missing"),
     "no memory": (change("nodes.1.memory_bytes", 0), "nodes[1].memory_bytes: 0 is out of range; give 1 to 9,007"),
     "half a byte": (change("nodes.1.memory_bytes", 10.5), "nodes[1].memory_bytes: expected a whole number"),

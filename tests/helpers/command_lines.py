@@ -378,5 +378,15 @@ REFUSED = {
     "keys a,b taken": "taken: is not empty",
     "study report results.jsonl --study study.toml -o taken": "taken: is not empty",
     "prepare other.txt --vocabulary 300 -o prepared": "prepared: holds the tokens of other texts",
+    "export austen model-2": "austen: is a Hugging Face folder already (",
+    "export model model-2": "model: is a Hugging Face folder already, like those",
+    "heal model -o healed": "--data: missing; name a text to learn from; --data classics,",
+    "eval model": "--text: missing; name a text to measure on; --text classics-val comes",
+    "score model": "--text: missing; name a text to make questions of; --text classics-val comes",
+    "show desks.json": "desks.json: is a cluster file, not a plan; 'skippipe cluster desks.json' shows it",
+    "show nosuch": "nosuch: no such file or folder; name a plan file,",
+    "fine-tune model": "No such command 'fine-tune': fine-tuning is training that begins with weights: 'skippipe job",
+    "finetune": "No such command 'finetune': ",
 }
-"""Command lines with an option that would be ignored, or that would overwrite something; how the error begins."""
+"""Command lines with an option that would be ignored or that is missing, that would overwrite something, or whose files
+are for another command; how the error begins."""

@@ -5,16 +5,17 @@ python -m tests.helpers.local_admission FOLDER HOST:PORT prints an invitation an
 
 from __future__ import annotations
 
-import socket
 import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import zmq
+
 from skippipe import __version__
 from skippipe.errors import UserError
-from skippipe.transport.addresses import free_port, split_address
+from skippipe.transport.addresses import bind, free_port, split_address
 from skippipe.transport.admission import AdmissionEvent, AdmissionServer, NodeNeeds
 from skippipe.transport.enrolment import AdmissionClient, enrol
 from skippipe.transport.invitation import Invitation
@@ -44,9 +45,9 @@ class LocalAdmission:
         self.at_work: dict[str, str] = {}
         self.needs: Callable[[str], NodeNeeds] = lambda name: NodeNeeds()
         self._stack = stack
-        host, port = split_address(self.address)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        stack.enter_context(socket.create_server((host, port), family=family))  # as if a coordinator listened
+        listening = stack.enter_context(zmq.Context()).socket(zmq.PULL)  # as if a coordinator listened
+        stack.callback(listening.close, linger=0)
+        bind(listening, *split_address(self.address))
         self.open()
 
     def open(self) -> None:

@@ -19,7 +19,15 @@ from skippipe.planner.astar import INFINITE_NS, best_path
 from skippipe.planner.cbs import AgentPath, LaneAgent, PathConstraints, PathSearch
 from skippipe.planner.codec_prices import DEFAULT_PRICES, CodecBudget
 from skippipe.planner.genetic_allocation import allocate, best_tour
-from skippipe.planner.problem import Budget, PlanRequest, Problem, Strategy, check_feasible, lane_unit, stage_sizes
+from skippipe.planner.problem import (
+    Budget,
+    PlanRequest,
+    Problem,
+    Strategy,
+    check_feasible,
+    lane_unit,
+    stage_sizes,
+)
 from skippipe.planner.published import published20
 from skippipe.planner.strategies import (
     detours_share,
@@ -34,7 +42,7 @@ from skippipe.planner.strategies import (
 )
 from skippipe.planner.strategies import sandwich as strategies_sandwich
 from skippipe.planner.two_phase import round_robin_paths
-from skippipe.presets import datacentre, random_cluster, regions
+from skippipe.presets import random_cluster
 from skippipe.skip_schedule import PathLength
 from skippipe.timeline import Timing
 from skippipe.validate import validate
@@ -359,20 +367,6 @@ def test_microbatches_that_cannot_visit_stages_equally() -> None:
         replace(problem, workload=replace(problem.workload, microbatches=31))
     with pytest.raises(Infeasible, match=r"such as 5$"):
         replace(problem, workload=replace(problem.workload, microbatches=3))
-
-
-def test_memory_too_small_says_how_many_stages_would_fit() -> None:
-    work = Workload(MODELS["llama-8b"], samples_per_microbatch=1, microbatches=30)
-    with pytest.raises(Infeasible, match=r"stage 0 needs [\d.]+ GiB .* use \d+ stages, a smaller microbatch"):
-        Problem(datacentre(32), work, 2, 2)
-    with pytest.raises(Infeasible, match="nodes with more memory"):
-        Problem(regions(8), replace(work, samples_per_microbatch=64, microbatches=32), 8, 8)
-
-
-def test_too_few_slots_for_the_lanes_are_named() -> None:
-    work = Workload(TINY, sequence_tokens=16, microbatches=10, max_slots=1)
-    with pytest.raises(Infeasible, match=r"takes 5 equal lanes, 5 of them through stage 0, whose 1 nodes hold 1"):
-        make_plan(Problem(uniform_cluster(6), work, 6, 4), Strategy.SKIPPIPE, quick())
 
 
 # parts

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,21 @@ def test_a_blocked_coordinator(machine: Examined) -> None:
     nobody = replace(machine, addresses=(f"127.0.0.1:{port + 1}", "no.such.host.invalid:5555"))
     line = wrong(nobody, "coordinator")
     assert "nothing listens at this port" in line and "no machine of this name is known" in line
+
+
+def test_another_program_where_a_coordinator_should_be(machine: Examined) -> None:
+    web = ThreadingHTTPServer(("127.0.0.1", 0), SimpleHTTPRequestHandler)
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    try:
+        at = f"127.0.0.1:{web.server_port}"
+        line = wrong(replace(machine, addresses=(at,), connect_s=0.5), "coordinator")
+    finally:
+        web.shutdown()
+        web.server_close()
+    assert line == (
+        f"{at}: what listens at this port is no SkipPipe coordinator; name the address of the coordinator: the one in "
+        "the invitation, or transport.listen of its job"
+    )
 
 
 class Narrow:

@@ -365,7 +365,7 @@ def test_what_cannot_be_served_is_said_at_once(
         (tmp_path / name).chmod(mode)
     place = [] if words == ["nowhere"] else [str(folder)]
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        said = [word.format(taken=taken.getsockname()[1]) for word in words]
+        said = [word.format(taken=taken.getsockname()[1]) for word in ("--port", "0", *words)]  # the last one counts
         monkeypatch.setattr(sys, "argv", ["skippipe", "serve", *place, *said])
         with pytest.raises(SystemExit) as ended:
             main()

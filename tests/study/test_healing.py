@@ -267,7 +267,7 @@ def test_what_cannot_be_healed_is_said_in_one_line(tmp_path: Path, text: str) ->
         ("model", text, HealSettings(rank=7, repeats=1), "--rank 7: 2 turns share it"),
         ("model", text, HealSettings(cut="1"), "of one stage none can be missing"),
         ("model", text, HealSettings(rank=0, bridges=0), "leave nothing that could learn"),
-        ("model", text, HealSettings(device="cuda:99"), "this machine has"),
+        ("model", text, HealSettings(device="cuda:99"), "device .cuda:99.: "),
     ):
         with pytest.raises(UserError, match=reason) as error:
             begin_healing(tmp_path / folder, [data], None, settings)

@@ -220,7 +220,7 @@ def complaint_of(folder: Path, text: str = "", **pipeline: Any) -> str:
         ("[data]\nvocabulary = 2048\ntokenizer = '/no/such'", "/no/such: no such tokenizer"),
         ("[model]\nconfig = 'gpt-9'", "model 'gpt-9': neither a preset (llama-tiny, "),
         ("[compute]\ndevice = 'tpu'", "device 'tpu': expected cpu, cpu:K (K workers), cuda, cuda:N or cuda:N-M"),
-        ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': this machine has "),
+        ("[compute]\ndevice = 'cuda:7'", "device 'cuda:7': "),
         ("[batch]\nsequence = 100000", "tokens is too short for a sequence of 100,000"),
         ("[pipeline]\nstages = 9", "9 stages need at least 9 nodes"),
         ("[pipeline]\nskip = 'some'", "skip: 'some' is not a share"),
@@ -250,7 +250,7 @@ def test_what_cannot_be_found_or_done_is_one_line(text: str, complaint: str, fol
 def test_cuda_needs_a_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     said = complaint_of(folder, "[compute]\ndevice = 'cuda'")
-    assert said == "device 'cuda': this machine has 0 CUDA devices; use another, or cpu"
+    assert said.startswith("device 'cuda': torch ") and said.endswith(", or use cpu")
 
 
 def test_an_output_that_cannot_be_a_folder(folder: Path) -> None:

@@ -132,5 +132,9 @@ def test_what_does_not_fit_is_said_in_one_line(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-    with pytest.raises(UserError, match="'some-lab/a-model' is no folder here, and the Hugging Face hub did not"):
-        build_run(job_in(tmp_path, "some-lab/a-model"))
+    with pytest.raises(UserError) as refused:
+        build_run(job_in(tmp_path, "models/a-model"))
+    assert str(refused.value).startswith(
+        "model.weights: there is no folder 'models/a-model' here, and the Hugging Face hub could not be asked for it "
+        "(no network); if it is a folder, check the path; if it is a name on the hub: 'hf download models/a-model --"
+    )
