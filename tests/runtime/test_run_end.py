@@ -15,7 +15,6 @@ from skippipe.runtime.messages import (
     Begin,
     Commit,
     GatherState,
-    LinkDown,
     Ready,
     Recover,
     StateRequest,
@@ -34,7 +33,7 @@ from tests.helpers.single_coordinator import (
     is_now,
     new_coordinator,
 )
-from tests.helpers.single_node import AT_ONCE, plan_of
+from tests.helpers.single_node import AT_ONCE
 
 # The end
 
@@ -489,14 +488,3 @@ def test_a_last_checkpoint_that_could_not_be_written_is_made_once_more_when_the_
     assert is_now(harness.coordinator, CoordinatorState.DONE), "once, whatever comes of it"
     assert store.done == [(1, (1, 1, 1))] * 2
     assert store.moved == 1
-
-
-def test_in_a_pause_in_which_all_stages_are_there_the_weights_are_gathered() -> None:
-    harness = coordinating(2, plan_of(2, ((0,), (1,)), ((0, 1),)))
-    harness.iterate()
-    harness.send(0, LinkDown(1, 1))
-    assert is_now(harness.coordinator, CoordinatorState.PAUSED)
-    harness.env.new_messages()
-    harness.coordinator.stop_after_iteration()
-    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
-    assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}

@@ -410,18 +410,8 @@ class Joining:
         for name, pair in pairs.items():
             KeyFile(name, pair, own.public).save(place / f"{name}.key")
         self.at = f"127.0.0.1:{free_port('127.0.0.1')}"
-        options = (
-            "--keys",
-            place / "keys",
-            "--listen",
-            self.at,
-            "--min-coverage",
-            "2/3",
-            "--wait-timeout",
-            0.5,
-            "--grace",
-            0.5,
-        )
+        limits = ("--min-coverage", "2/3", "--wait-timeout", 0.5, "--grace", 0.5)
+        options = ("--keys", place / "keys", "--listen", self.at, *limits)
         self.server = Server(folder, "--port", 0, *options)
         self.nodes: dict[str, Command] = {}
 
