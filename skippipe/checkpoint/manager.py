@@ -325,6 +325,7 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
         ("text", found.data, node_config.data_fingerprint),
         ("optimizer", found.optimizer, node_config.learning.optimizer),
         ("[lora]", found.lora, node_config.lora),
+        ("recipe.heal", found.adapters > 0, node_config.recipe.adapters > 0),
         ("recipe.bridges", found.bridges, node_config.recipe.bridges),
         ("recipe.adapters", (found.adapters, found.repeats), (node_config.recipe.adapters, node_config.recipe.repeats)),
     ):

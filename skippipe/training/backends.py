@@ -33,9 +33,6 @@ def processes(run_setup: RunSetup, callback: Callback, stop_requests: StopReques
 
 def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Without nodes: the reference trainer, microbatch after microbatch."""
-    origin = run_setup.run.origin
-    if origin is not None and origin.manifest.iterations:
-        raise UserError("--resume: one process makes no checkpoints; use --engine virtual or processes")
     from skippipe.training.reference import ReferenceTrainer
 
     job = run_setup.job
@@ -51,6 +48,7 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         device=parse_devices(job.compute.device)[0],
         compiled=job.compute.compiled,
     )
+    origin = run_setup.run.origin
     if origin is not None:  # the weights that the job begins with
         reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
         for index, stage in enumerate(trainer.stages):

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
+from skippipe.errors import UserError
 from skippipe.terminal import ProgressBar, interruptible, plan_progress
 
 if TYPE_CHECKING:
@@ -60,11 +61,13 @@ def run_job(
     from skippipe.training.backends import BACKENDS
     from skippipe.training.run_folder import open_run_folder
 
+    output = Path(wanted.output)
+    if resumed and engine is BACKENDS["one-process"] and any(checkpoints_in(output)):
+        raise UserError("--resume: one process does not go on from checkpoints; use --engine virtual or processes")
     torch.set_num_threads(wanted.compute.threads)
     started_here = nodes_here and engine is not BACKENDS["ray"]
     for note in start_notes(wanted, nodes_here=started_here, listens=engine is BACKENDS["processes"]):
         print(note, file=sys.stderr)
-    output = Path(wanted.output)
     with interruptible(2) as stopped, open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder:
         run_setup = build_setup(wanted, stopped, nodes_here, resumed, drills, folder)
         if stopped:

@@ -12,6 +12,7 @@ from skippipe.errors import UserError
 from skippipe.model.model_spec import check_device
 from skippipe.planner.problem import PlanRequest
 from skippipe.skip_schedule import SkipSchedule
+from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import build_run
 from skippipe.training.job_config import (
     BatchConfig,
@@ -22,7 +23,7 @@ from skippipe.training.job_config import (
     TransportConfig,
 )
 from skippipe.training.run import RunOptions
-from skippipe.training.train_job import start_notes
+from skippipe.training.train_job import run_job, start_notes
 from tests.helpers.model_folders import checkpoint_in
 
 
@@ -98,3 +99,5 @@ def test_a_run_that_is_over_is_refused_before_text_is_read(tmp_path: Path, monke
         build_run(replace(job, iterations=7), options=resumed)
     with pytest.raises(AssertionError, match="too early"):
         build_run(replace(job, iterations=8), options=resumed)
+    with pytest.raises(UserError, match="--resume: one process does not go on from checkpoints"):
+        run_job(replace(job, iterations=8), BACKENDS["one-process"], resumed=True)
