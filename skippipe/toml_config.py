@@ -12,7 +12,7 @@ import json
 import sys
 import textwrap
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -115,7 +115,8 @@ def example(
         hint, within = split_hint(hints[field.name])
         if is_dataclass(hint):
             table = example(hint, at, advised, omitted)  # type: ignore[arg-type]
-            tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{table}")
+            if table.strip():
+                tables.append(f"\n{_comment(texts.get(field.name, ''))}\n[{at}]\n{table}")
             continue
         if get_origin(hint) is list:
             within = within or split_hint(get_args(hint)[0])[1]
@@ -133,6 +134,17 @@ def example(
             plain.append(_comment(text))
         plain.append(f"# {field.name} =" if default in (None, MISSING) else f"{field.name} = {_literal(default)}")
     return "\n".join(plain) + "\n" + "".join(tables)
+
+
+def field_places(dataclass_type: type[Any], place: str = "") -> Iterator[str]:
+    """All fields that are no tables, as in "model.config"."""
+    hints = hints_of(dataclass_type)
+    for field in fields(dataclass_type):
+        hint, at = split_hint(hints[field.name])[0], _at(place, field.name)
+        if is_dataclass(hint):
+            yield from field_places(hint, at)  # type: ignore[arg-type]
+        else:
+            yield at
 
 
 def _comment(text: str) -> str:

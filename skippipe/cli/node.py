@@ -123,13 +123,14 @@ def node(
     from skippipe.runtime.doctor import Examined, check_at_join
     from skippipe.runtime.node.agent import NodeAgent
     from skippipe.runtime.node.interfaces import ALL_DEVICES, JoinConfig
+    from skippipe.checkpoint.locate import built_in
     from skippipe.transport.addresses import listen_address
 
     if devices is not None:
         from skippipe.model.model_spec import parse_devices
 
         parse_devices(devices)
-    folders = {"tokens": tokens, "checkpoint": checkpoint}
+    folders = {"tokens": tokens, "checkpoint": built_in(checkpoint) if checkpoint else None}
     given = {"join": join, "listen": listen, "address": address, "devices": devices} | {
         name: None if path is None else str(path.absolute()) for name, path in folders.items()
     }

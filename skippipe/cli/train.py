@@ -24,19 +24,22 @@ from skippipe.value_ranges import ITERATIONS, VOCABULARY, Choices
 
 def job(
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
+    short: Annotated[bool, typer.Option("--short", help="Only the fields that most jobs set.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Print a job file with every field that training takes, its default and what it is for; codecs as advised today.
 
-    Example: skippipe job -o job.toml
+    Example: skippipe job --short -o job.toml
     """
-    from skippipe.toml_config import example
-    from skippipe.training.job_config import ADVISED, FOR_STUDIES, JobConfig
+    from skippipe.toml_config import example, field_places
+    from skippipe.training.job_config import ADVISED, FOR_STUDIES, SHORT, JobConfig
 
+    omitted = set(field_places(JobConfig)).difference(SHORT, ADVISED) if short else FOR_STUDIES
+    more = "\n# `skippipe job` has all others." if short else ""
     text = (
         "# A job for `skippipe train`. Every field may be left out. The values are the defaults,\n"
-        f"# except for {' and '.join(ADVISED)}, whose defaults stand beside them.\n\n"
-        f"{example(JobConfig, advised=ADVISED, omitted=FOR_STUDIES)}"
+        f"# except for {' and '.join(ADVISED)}, whose defaults stand beside them.{more}\n\n"
+        f"{example(JobConfig, advised=ADVISED, omitted=omitted)}"
     )
     if output is None:
         print(text, end="")

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from skippipe.cli.app import app
 from skippipe.cli.heal import worse_parts
 from skippipe.cli.plan import Gains
 from skippipe.plan import Plan
-from skippipe.training.job_config import load_job
+from skippipe.toml_config import example, from_table
+from skippipe.training.job_config import ADVISED, SHORT, JobConfig, load_job
 from tests.helpers.processes import Command
 
 
@@ -97,6 +99,14 @@ def test_compare_all_strategies(skippipe: Command, tmp_path: Path) -> None:
         assert skippipe("check", tmp_path / f"{name}.json").code == 0
     table = skippipe("compare", "five-sites:6", "--budget", "1").out
     assert all(word in table for word in ("dtfm-skip", "against", "collisions", "moved"))
+
+
+def test_a_short_job_has_the_fields_that_most_jobs_set(skippipe: Command) -> None:
+    text = skippipe("job", "--short").out
+    found = tomllib.loads(text)
+    tables = {f"{table}.{name}" for table, given in found.items() if isinstance(given, dict) for name in given}
+    assert tables | {name for name, value in found.items() if not isinstance(value, dict)} == SHORT | ADVISED.keys()
+    assert from_table(JobConfig, found) == from_table(JobConfig, tomllib.loads(example(JobConfig, advised=ADVISED)))
 
 
 def test_sweep_over_skip_ratios(skippipe: Command) -> None:

@@ -174,7 +174,7 @@ OPTIONS: dict[str, dict[str, str | With]] = {
         "--loss-on": With("all", "chats.jsonl --tokenizer chat", without="text.txt --vocabulary 300"),
         "--overwrite": With("", "-o prepared"),
     },
-    "job": {"--output": "j.toml", "--overwrite": OVERWRITE},
+    "job": {"--output": "j.toml", "--short": "", "--overwrite": OVERWRITE},
     "train": {
         "--iterations": "7",
         "--output": "elsewhere",
