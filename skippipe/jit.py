@@ -2,8 +2,6 @@
 
 The simulator and the search run them compiled. The training runtime calls the same functions (which task is next, which
 stage may follow) a few times a second, on machines that need not have numba, and takes them as they are written.
-
-On a GPU, torch.compile makes kernels of functions of tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
@@ -30,8 +27,6 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 OPTIONS: dict[str, Any] = {"nogil": True, "no_cfunc_wrapper": True}
 """Nobody calls kernels from C: to allow it takes a tenth longer."""
-MOST_COMPILED = 64  # forms of a function that torch.compile keeps: each device, type and kind of pass takes one
-MOST_QUOTED = 200  # characters of an error of a compiler
 COMPILED_WITHIN_S = 120.0  # by a process beside this one; from then on this one compiles for itself
 
 
@@ -137,55 +132,6 @@ def compile_beside(code: str) -> Iterator[None]:
 def python_version(function: Function) -> Function:
     """The function as it is written, for callers that need it now and then and should not have to compile it."""
     return cast(Function, getattr(function, "py_func", function))
-
-
-def keep_compiled_forms() -> None:
-    """Have torch.compile keep more forms of a function than its usual few, beyond which it compiles no more; each whole
-    number that a function reads from an object is a constant of its form. In all threads of this process."""
-    from torch._dynamo import config
-
-    _set_option(config, "recompile_limit", max(getattr(config, "recompile_limit", 0), MOST_COMPILED))
-    _set_option(config, "specialize_int", True)  # or the second codec with other bits would be compiled for any bits
-
-
-def _set_option(config: Any, name: str, value: object) -> None:
-    """Set an option of torch's compiler. From torch 2.12 on that holds in the thread that sets it alone, and functions
-    are compiled in the thread that first calls them, so the default, which all other threads have, is changed too."""
-    setattr(config, name, value)
-    entry: Any = getattr(config, "_config", {}).get(name)
-    if hasattr(entry, "default"):
-        entry.default = value
-
-
-def compiled_on_device(function: Callable[..., Any], what: str, **options: Any) -> Callable[..., Any]:
-    """A function of tensors as kernels that torch.compile makes at the first call, without gradients. Where it cannot,
-    the function as it is, after a warning that says `what` is slower: a run does not end for that."""
-    import torch
-    from torch._dynamo.exc import TorchDynamoException
-
-    def warn(error: Exception) -> None:
-        reason = " ".join(str(error).split())[:MOST_QUOTED]  # its first line may say no more than which compiler
-        warnings.warn(f"{what} is not compiled, and slower: {reason}", stacklevel=3)
-
-    keep_compiled_forms()
-    made: Callable[..., Any] | None = None
-    try:
-        made = torch.compile(function, fullgraph=True, **options)
-    except RuntimeError as error:  # an option that this version of torch does not have
-        warn(error)
-
-    def run(*given: Any, **named: Any) -> Any:
-        nonlocal made
-        with torch.no_grad():
-            if made is not None:
-                try:
-                    return made(*given, **named)
-                except TorchDynamoException as error:  # of the compiler: nothing was computed yet
-                    made = None
-                    warn(error)
-            return function(*given, **named)
-
-    return run
 
 
 _cache_dir: Path | None = None

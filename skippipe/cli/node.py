@@ -120,10 +120,10 @@ def node(
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("SKIPPIPE_PURE_PYTHON", "1")  # a node decides a few times a second: no compiler needed
+    from skippipe.checkpoint.locate import built_in
     from skippipe.runtime.doctor import Examined, check_at_join
     from skippipe.runtime.node.agent import NodeAgent
     from skippipe.runtime.node.interfaces import ALL_DEVICES, JoinConfig
-    from skippipe.checkpoint.locate import built_in
     from skippipe.transport.addresses import listen_address
 
     if devices is not None:

@@ -318,7 +318,7 @@ def compiled(function: Callable[..., Any], given: Tensor) -> Callable[..., Any] 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import mark_dynamic
 
-    from skippipe.jit import compiled_on_device
+    from skippipe.torch_compile import compiled_on_device
 
     made = compiled_on_device(function, "a codec", options=COMPILE_OPTIONS)
 

@@ -28,9 +28,9 @@ from skippipe.inference.engine import TokenByToken, rows_after
 from skippipe.inference.fused_layer import Layer, fused_layers, layer_step, position_mask
 from skippipe.inference.request import Generation
 from skippipe.inference.sampler import TokenReader, choose
-from skippipe.jit import keep_compiled_forms
 from skippipe.model.stage import StageModel
 from skippipe.stage_subset import StageHop, StageSubset
+from skippipe.torch_compile import keep_compiled_forms
 
 LEAST_ROOM = 256  # tokens of a slot: each other room is another graph
 LEAST_TOKENS = 8192  # of all slots together: rooms and batches are rounded up

@@ -28,13 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams, WeightCopies
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, hidden_distances
 from skippipe.model.stand_ins import LinearAdapter, StagePlace
 from skippipe.optim.config import OptimConfig
 from skippipe.stage_subset import StageHop
+from skippipe.torch_compile import keep_compiled_forms
 from skippipe.workload import head_pieces
 
 DeferredGradients = list[tuple[Tensor, Tensor, Tensor]]

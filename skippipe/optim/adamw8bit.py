@@ -123,7 +123,7 @@ class AdamW8bit(Optimizer):
         self.clear_state()
 
     def compile(self) -> None:
-        from skippipe.jit import compiled_on_device
+        from skippipe.torch_compile import compiled_on_device
 
         self._compiled = compiled_on_device(self._update, "the optimizer's step", dynamic=False)
 

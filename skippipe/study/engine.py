@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from skippipe.codecs import compile_on_device
-from skippipe.jit import keep_compiled_forms
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, distillation, hidden_distances, layer_ranges
@@ -32,6 +31,7 @@ from skippipe.study.cuda_graphs import GraphCache
 from skippipe.study.least_squares import fit_bridges, fit_repeats
 from skippipe.study.path_sampling import StudyShape, StudyStep, group_by_stage
 from skippipe.study.traffic import Subspace, gradient_sum, sent
+from skippipe.torch_compile import keep_compiled_forms
 
 OUTPUT_MAPS = (".o_proj", ".down_proj")  # what a layer adds to the residual stream comes out of these
 
