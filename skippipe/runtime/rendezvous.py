@@ -46,7 +46,7 @@ CLOSE_LINGER_S = 1.0  # for the last messages to leave
 EXIT_MESSAGE_S = 0.5  # for the last messages of a node whose connection broke to arrive
 REACHED_S = 5.0  # for a node to be reached at the address that it announces; then it has to call
 NOT_THE_NODE = (LossReason.HANDSHAKE, LossReason.UNFINISHED, LossReason.FOREIGN)  # another machine has this address
-APART_S = (60.0, 3600.0)  # until two nodes that cannot call each other try again: at first, and at most
+RELAY_ONLY_S = (60.0, 3600.0)  # until two nodes that cannot call each other try again: at first, and at most
 REQUESTED_S = 10.0  # from a request to be called to the report that it failed
 REJOIN_REQUEST_S = 1.0  # from one request to a node that was declared dead to the next
 
@@ -80,7 +80,7 @@ class Listener:
     be reached there."""
     on_relay: Callable[[str, RelayInfo | None], None] = lambda name, info: None
     """Called with a relay that has come, and what it may carry, or that is gone (None)."""
-    on_apart: Callable[[str, str, bool], None] = lambda a, b, apart: None
+    on_relay_only: Callable[[str, str, bool], None] = lambda a, b, now: None
     """Called with two nodes of which neither can call the other, as both have said; and when they are to try again."""
     fence: Fence = field(default_factory=lambda: Fence(int(time.time())))
     """Keeps stale messages out. Where nothing tells how many coordinators there were, a clock is a good guess."""
@@ -105,10 +105,10 @@ class Listener:
     Machines behind one router have one site, and reach each other there."""
     _requested_at: dict[tuple[str, str], float] = field(init=False, default_factory=dict)
     """Node and peer → when the node last asked to be called by it."""
-    _apart: dict[frozenset[str], float] = field(init=False, default_factory=dict)
+    _relay_only: dict[frozenset[str], float] = field(init=False, default_factory=dict)
     """Pair of nodes of which neither can call the other, though one or both can be called from here → when they are to
     try again: it may have been for a moment."""
-    _apart_s: dict[frozenset[str], float] = field(init=False, default_factory=dict)
+    _relay_only_s: dict[frozenset[str], float] = field(init=False, default_factory=dict)
     """Pair → how long it was or is not to try."""
     relay_names: frozenset[str] = field(init=False, default=frozenset())
     """Members that may join as relays."""
@@ -123,9 +123,9 @@ class Listener:
         """Make a node reachable, and tell the others its address; UserError if that is no address."""
         self._open(name, address)
         self.addresses[name] = address
-        for pair in [pair for pair in self._apart_s if name in pair]:
-            del self._apart_s[pair]
-            self._apart.pop(pair, None)
+        for pair in [pair for pair in self._relay_only_s if name in pair]:
+            del self._relay_only_s[pair]
+            self._relay_only.pop(pair, None)
         self._disconnected.pop(name, None)
         self._broken.pop(name, None)  # that was another incarnation
         self.fence.joined(name)
@@ -142,15 +142,15 @@ class Listener:
             if other != name:
                 self.send(other, PeerUpdate(self.peer_addresses([name], other)))
 
-    def apart_from(self, name: str) -> list[str]:
+    def unreachable_from(self, name: str) -> list[str]:
         """Connected nodes that a node cannot call, and that cannot call it; none while there is a relay."""
-        return [] if self.relays else [other for other in self.addresses if {name, other} in self.pairs_apart()]
+        return [] if self.relays else [other for other in self.addresses if {name, other} in self.pairs_without_link()]
 
-    def pairs_apart(self) -> list[frozenset[str]]:
+    def pairs_without_link(self) -> list[frozenset[str]]:
         """Pairs of connected nodes of which neither can call the other."""
         out_only = [name for name, address in self.addresses.items() if address == OUT_ONLY]
         pairs = {frozenset((a, b)) for a, b in combinations(out_only, 2) if not self._address_at_site(a, b)}
-        return sorted(pairs | {pair for pair in self._apart if pair <= self.addresses.keys()}, key=sorted)
+        return sorted(pairs | {pair for pair in self._relay_only if pair <= self.addresses.keys()}, key=sorted)
 
     @property
     def relays(self) -> Mapping[str, RelayInfo]:
@@ -175,7 +175,7 @@ class Listener:
     def peer_addresses(self, names: Iterable[str], receiver: str) -> dict[str, Any]:
         """Address and public key of each node, as `PeerUpdate` has them; without the address of one that the receiver
         meets at a relay."""
-        met = {name for pair in self._apart if receiver in pair for name in pair & self.addresses.keys()}
+        met = {name for pair in self._relay_only if receiver in pair for name in pair & self.addresses.keys()}
         addresses = {name: self._address_at_site(name, receiver) or self.addresses.get(name, "") for name in names}
         return {
             name: [OUT_ONLY if name in met and self.relays else address, self.publics.get(name)]
@@ -251,11 +251,11 @@ class Listener:
             self.lose_relay(name, f"its connection: {lost.pop(name)}")
         for name in self._pool.silent(time.monotonic()):
             self.lose_relay(name, f"no word for {RELAY_SILENT_S:g} s")
-        for pair in [pair for pair, until in self._apart.items() if time.monotonic() >= until]:
-            del self._apart[pair]
-            self._tell_apart([pair])
+        for pair in [pair for pair, until in self._relay_only.items() if time.monotonic() >= until]:
+            del self._relay_only[pair]
+            self._tell_relay_only([pair])
             one, other = sorted(pair)
-            self.on_apart(one, other, False)
+            self.on_relay_only(one, other, False)
         for name, (until, _) in list(self._calls.items()):
             if name in connected:
                 del self._calls[name]
@@ -276,7 +276,7 @@ class Listener:
             self.mailbox.disconnect(name, CLOSE_LINGER_S)
             log.info("relay '%s' is gone: %s", name, how)
             if not self.relays:
-                self._tell_apart(self._apart)
+                self._tell_relay_only(self._relay_only)
             self.on_relay(name, None)
 
     def _heard_relay(self, name: str, hello: Hello) -> None:
@@ -296,7 +296,7 @@ class Listener:
         if self._pool.heard(name, info, time.monotonic()):
             log.info("relay '%s' is at %s", name, info.address)
             if len(self.relays) == 1:
-                self._tell_apart(self._apart)
+                self._tell_relay_only(self._relay_only)
             self.on_relay(name, info)
 
     def _is_not_there(self, name: str, until: float, lost: LossReason | None) -> bool:
@@ -327,7 +327,7 @@ class Listener:
         if request.peer not in self.addresses.keys() - {name}:
             return
         self._requested_at[name, request.peer] = time.monotonic()
-        apart = self.relays and frozenset((name, request.peer)) in self._apart
+        apart = self.relays and frozenset((name, request.peer)) in self._relay_only
         if address != OUT_ONLY and request.port and not apart:
             where = [join_address(host, request.port) for host, _ in split_all(address)]
             self.send(request.peer, CallBack(name, ",".join(where), request.token))
@@ -341,15 +341,15 @@ class Listener:
         """A node was to call a peer that cannot call it, and cannot either."""
         pair = frozenset((name, peer))
         recent = time.monotonic() < self._requested_at.get((peer, name), -inf) + REQUESTED_S
-        if recent and pair <= self.addresses.keys() and pair not in self._apart:
+        if recent and pair <= self.addresses.keys() and pair not in self._relay_only:
             log.warning("'%s' and '%s' cannot call each other", name, peer)
-            self._apart_s[pair] = min(2 * self._apart_s.get(pair, APART_S[0] / 2), APART_S[1])
-            self._apart[pair] = time.monotonic() + self._apart_s[pair]
+            self._relay_only_s[pair] = min(2 * self._relay_only_s.get(pair, RELAY_ONLY_S[0] / 2), RELAY_ONLY_S[1])
+            self._relay_only[pair] = time.monotonic() + self._relay_only_s[pair]
             if self.relays:
-                self._tell_apart([pair])
-            self.on_apart(name, peer, True)
+                self._tell_relay_only([pair])
+            self.on_relay_only(name, peer, True)
 
-    def _tell_apart(self, pairs: Iterable[frozenset[str]]) -> None:
+    def _tell_relay_only(self, pairs: Iterable[frozenset[str]]) -> None:
         """Nodes that cannot call each other are told to meet at a relay; or to try again, if there is none."""
         for name, peer in (order for pair in pairs for order in permutations(sorted(pair))):
             if {name, peer} <= self.addresses.keys():

@@ -91,7 +91,7 @@ class GatewayThread:
             host=self,
             on_out_only=lambda name, *_: self._avoid_links(name),
             on_relay=lambda *_: self._relays_changed(),
-            on_apart=self._apart_changed,
+            on_relay_only=self._relay_only_changed,
             node_config=node_config.to_json(),
             timeout_s=node_config.heartbeat_s,
         )
@@ -213,18 +213,18 @@ class GatewayThread:
 
     def _avoid_links(self, name: str) -> None:
         """A node cannot meet others without a relay that it cannot call, and that cannot call it."""
-        for other in self._rendezvous.apart_from(name):
+        for other in self._rendezvous.unreachable_from(name):
             self._scheduler.link_broken(self._node_config.number[name], self._node_config.number[other])
 
-    def _apart_changed(self, a: str, b: str, apart: bool) -> None:
+    def _relay_only_changed(self, a: str, b: str, relay_only: bool) -> None:
         """Two nodes cannot call each other, or are to try again."""
-        without_relay = self._scheduler.link_broken if apart else self._scheduler.link_retried
+        without_relay = self._scheduler.link_broken if relay_only else self._scheduler.link_retried
         change = self._scheduler.link_mended if self._rendezvous.relays else without_relay
         change(self._node_config.number[a], self._node_config.number[b])
 
     def _relays_changed(self) -> None:
         change = self._scheduler.link_mended if self._rendezvous.relays else self._scheduler.link_broken
-        for pair in self._rendezvous.pairs_apart():
+        for pair in self._rendezvous.pairs_without_link():
             change(*(self._node_config.number[name] for name in pair))
 
     def lost(self, name: str, how: str) -> None:

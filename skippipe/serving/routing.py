@@ -13,7 +13,7 @@ from skippipe.codecs import CODECS
 from skippipe.constraints import circle
 from skippipe.errors import UserError
 from skippipe.model_shape import ModelShape
-from skippipe.runtime.rendezvous import APART_S
+from skippipe.runtime.rendezvous import RELAY_ONLY_S
 
 LOST_STEP_PENALTY = 10  # times longer that a link seems, for every step that was lost on a route over it
 MAX_REPLICATED_STAGES = 8  # a model of more stages gets one node for each unless --nodes says more
@@ -171,7 +171,7 @@ class LinkStates:
         return None if link in self._broken else self._next_probe_ns(link, now_ns)
 
     def _next_probe_ns(self, link: frozenset[int], now_ns: int) -> float:
-        self._wait_s[link] = min(2 * self._wait_s.get(link, APART_S[0] / 2), APART_S[1])
+        self._wait_s[link] = min(2 * self._wait_s.get(link, RELAY_ONLY_S[0] / 2), RELAY_ONLY_S[1])
         return now_ns + 1e9 * self._wait_s[link]
 
     def broken(self, a: int, b: int, probe_ns: float) -> None:

@@ -173,7 +173,7 @@ def test_nodes_behind_one_router_meet_there_without_a_relay() -> None:
     coordinator = out_only(plan).coordinator
     for node, site in enumerate(("198.51.100.7", "203.0.113.1", "198.51.100.7", "")):
         coordinator.on_reach(node, f"192.168.1.{node}:5556", site)
-    found = coordinator._replanner.estimator.apart()
+    found = coordinator._replanner.estimator.unreachable_pairs()
     assert found == {frozenset(pair) for pair in combinations(range(4), 2)} - {frozenset({0, 2})}
 
 
@@ -215,7 +215,7 @@ def test_two_that_cannot_call_each_other_meet_at_a_relay_and_are_not_to_blame_wi
     coordinator = harness.coordinator
     for node in range(4):
         harness.send(node, Ready())
-    coordinator.on_apart(0, 2, apart=True)
+    coordinator.on_relay_only(0, 2, relay_only=True)
     harness.send(0, LinkDown(2, 1))
     assert coordinator._replanner.estimator.link_reports.add_costly(0, 3, 0) == [3], "the first that counts"
     assert not coordinator.plan.cluster.bandwidth_bytes_per_s[[0, 2], [2, 0]].any()

@@ -67,7 +67,7 @@ class Run:
             node_config={"kind": "test"},
             timeout_s=60,
             on_relay=lambda *each: self.relays.append(each),
-            on_apart=lambda *each: self.apart.append(each),
+            on_relay_only=lambda *each: self.apart.append(each),
         )
         self._lives = {box.name: Incarnation(number) for number, box in enumerate(self.nodes, 1)}
         self.received: dict[str, list[Received]] = {name: [] for name in NODES}
@@ -156,7 +156,7 @@ def test_two_nodes_meet_at_the_relay_that_has_joined(run: Run) -> None:
     run.join()
     run.until(lambda: run.rendezvous.relays and len(run.rendezvous.addresses) == 2)
     assert run.relays == [("hub", RelayInfo(relay.address, 1e9, float("inf"), 0))]
-    assert run.rendezvous.apart_from("n0") == []
+    assert run.rendezvous.unreachable_from("n0") == []
     run.meet()
     for box, peer in zip(run.nodes, reversed(NODES), strict=True):
         for number in range(5):
@@ -166,7 +166,7 @@ def test_two_nodes_meet_at_the_relay_that_has_joined(run: Run) -> None:
     run.until(lambda: all(box.on_fast_path for box in run.nodes))
     assert relay.load.nodes == 2 and relay.load.forwarded_bytes > 3_000_000
     run.rendezvous.lose_relay("hub", "a test")
-    assert run.relays[1:] == [("hub", None)] and run.rendezvous.apart_from("n0") == ["n1"]
+    assert run.relays[1:] == [("hub", None)] and run.rendezvous.unreachable_from("n0") == ["n1"]
     run.until(lambda: run.rendezvous.relays)  # its next hello
 
 
@@ -177,13 +177,13 @@ def test_two_that_can_be_called_and_cannot_call_each_other_meet_at_the_relay() -
         run.until(lambda: len(run.rendezvous.addresses) == 2)
         run.meet()
         run.until(lambda: run.apart)
-        assert run.rendezvous.apart_from("n0") == ["n1"] and not run.told[2:], "their addresses, when they joined"
+        assert run.rendezvous.unreachable_from("n0") == ["n1"] and not run.told[2:], "their addresses, when they joined"
         run.let_in("hub")
         relay = run.start_relay()
         run.until(lambda: run.relays)
         public = {name: KEYS[name].public for name in NODES}
         run.until(lambda: ("n0", {"n1": [OUT_ONLY, public["n1"]]}) in run.told)
-        assert run.rendezvous.apart_from("n0") == []
+        assert run.rendezvous.unreachable_from("n0") == []
         for box, peer in zip(run.nodes, reversed(NODES), strict=True):
             box.send(peer, numbered(1, 300_000))
         run.until(lambda: all(run.received.values()))
@@ -199,7 +199,7 @@ def test_two_that_can_be_called_and_cannot_call_each_other_meet_at_the_relay() -
 
 def test_two_that_could_not_call_each_other_try_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may have been for a moment. It was not: they meet at the relay again, for twice as long."""
-    monkeypatch.setattr(rendezvous_module, "APART_S", (1.0, 3600.0))
+    monkeypatch.setattr(rendezvous_module, "RELAY_ONLY_S", (1.0, 3600.0))
     with ExitStack() as stack:
         run = Run(stack, "127.0.0.1:0")
         run.let_in("hub")
@@ -215,7 +215,7 @@ def test_two_that_could_not_call_each_other_try_again_later(monkeypatch: pytest.
             run.until(partial(run.was_told, name, news))
         run.meet()
         run.until(lambda: len(run.apart) >= 3)
-        assert run.apart[2][-1] and set(run.rendezvous._apart_s.values()) == {2.0}
+        assert run.apart[2][-1] and set(run.rendezvous._relay_only_s.values()) == {2.0}
 
 
 def test_who_is_no_relay_is_told_so(run: Run) -> None:

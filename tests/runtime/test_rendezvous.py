@@ -156,7 +156,7 @@ def test_a_request_to_be_called_reaches_the_peer_and_only_from_one_that_can_be_c
                 say(n1, RequestCallback("n0", "12" * 32, 5))  # n0 cannot call it
                 say(n0, RequestCallback("n0", "34" * 32, 5))
                 say(n0, RequestCallback("n1", "56" * 32, 4711))
-        assert rendezvous.apart_from("n1") == []
+        assert rendezvous.unreachable_from("n1") == []
     calls = [each for each in heard if isinstance(each, CallBack)]
     assert calls == [CallBack("n0", f"{split_address(n0.address)[0]}:4711", "56" * 32)]
 
@@ -209,11 +209,11 @@ def test_two_nodes_of_one_site_are_told_where_they_listen_though_the_coordinator
         until(lambda: len(sites) == 3 and told["n0"].get("n1") == nowhere["n1"] and "n0" in told["n2"])
         until(lambda: told["n1"].get("n0") == nowhere["n0"] and told["n2"]["n0"] == OUT_ONLY)
         assert sites == {"n0": "127.0.0.1", "n1": "127.0.0.1", "n2": ""}
-        assert rendezvous.pairs_apart() == [frozenset({"n0", "n2"}), frozenset({"n1", "n2"})]
+        assert rendezvous.pairs_without_link() == [frozenset({"n0", "n2"}), frozenset({"n1", "n2"})]
         say("n1", RequestCallback("n0", "12" * 32, 4711))
         until(lambda: told["n0"].get("call n1") == "127.0.0.1:4711")
         say("n0", CallFailed("n1"))  # they have the address of one router, and are not behind one
-        until(lambda: len(rendezvous.pairs_apart()) == 3)
+        until(lambda: len(rendezvous.pairs_without_link()) == 3)
 
 
 class Busy:

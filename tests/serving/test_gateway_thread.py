@@ -195,7 +195,7 @@ def test_nodes_that_are_to_try_again_do_so_with_a_probe_before_any_request_does(
     cluster.join("ann", "bob")
     gateway, ann, bob = cluster.gateway, cluster.peers["ann"], cluster.peers["bob"]
     for apart in (True, False):
-        gateway._call(lambda apart=apart: gateway._apart_changed("bob", "ann", apart))  # type: ignore[misc]
+        gateway._call(lambda apart=apart: gateway._relay_only_changed("bob", "ann", apart))  # type: ignore[misc]
     probe = ann.hears(Probe)
     assert probe.peer == 1
     bob.say(Probed(probe.probe, [[4.0, 0.1]]))  # it was not asked

@@ -35,14 +35,14 @@ class ClusterEstimator:
         now_ns: int,
         out_only: Mapping[int, str] | None = None,
         relays: Mapping[str, RelayInfo] | None = None,
-        apart: Set[frozenset[int]] = frozenset(),
+        relay_only: Set[frozenset[int]] = frozenset(),
     ) -> None:
         """`full` is the cluster with all its links; those that the plan does without are down for a while. `out_only`
         has at any time the nodes that cannot be called, and their sites: two of them cannot meet, unless they are of
-        one site or there are `relays`. `apart` has other pairs that meet at relays; without one, their links are down
-        like any that fail."""
+        one site or there are `relays`. `relay_only` has other pairs that meet at relays; without one, their links are
+        down like any that fail."""
         self._out_only = out_only if out_only is not None else {}
-        self._apart = apart
+        self._relay_only = relay_only
         self._relays = relays if relays is not None else {}
         self._down: dict[frozenset[int], tuple[int, int]] = {}
         """Two nodes → until when their link counts as down, and for how long it did."""
@@ -68,9 +68,9 @@ class ClusterEstimator:
         self._down[frozenset({a, b})] = now_ns + 2 * span_ns, 2 * span_ns
 
     def is_down(self, a: int, b: int, now_ns: int) -> bool:
-        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns or frozenset({a, b}) in self.apart()
+        return self._down.get(frozenset({a, b}), (0, 0))[0] > now_ns or frozenset({a, b}) in self.unreachable_pairs()
 
-    def apart(self) -> frozenset[frozenset[int]]:
+    def unreachable_pairs(self) -> frozenset[frozenset[int]]:
         """Pairs of nodes of which neither can call the other, and that have no relay to meet at."""
         return frozenset() if self._relays else self._out_only_pairs()
 
@@ -81,7 +81,7 @@ class ClusterEstimator:
 
     def relayed_pairs(self) -> frozenset[frozenset[int]]:
         """Pairs that meet at relays, if there are any."""
-        return self._out_only_pairs() | self._apart
+        return self._out_only_pairs() | self._relay_only
 
     def relay_came(self) -> bool:
         """Links that were down for want of a relay are not any more; does the plan do without such a link?"""
@@ -92,7 +92,7 @@ class ClusterEstimator:
 
     def down_links(self, now_ns: int) -> frozenset[frozenset[int]]:
         """Pairs of nodes whose link counts as down."""
-        return self.apart() | {pair for pair, (until_ns, _) in self._down.items() if until_ns > now_ns}
+        return self.unreachable_pairs() | {pair for pair, (until_ns, _) in self._down.items() if until_ns > now_ns}
 
     def update(self, reports: Mapping[int, Averaged]) -> None:
         """Take in the measurements of an iteration."""
@@ -144,7 +144,7 @@ class ClusterEstimator:
 
     def measured_cluster(self) -> Cluster:
         """The cluster as fast as measured, for later plans: also with links that are down for a while."""
-        return self._estimate([tuple(pair) for pair in self.apart()], speeds=True)
+        return self._estimate([tuple(pair) for pair in self.unreachable_pairs()], speeds=True)
 
     def _estimate(self, down: Sequence[tuple[int, ...]], *, speeds: bool) -> Cluster:
         cluster = self._plan.cluster

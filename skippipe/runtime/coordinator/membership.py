@@ -57,7 +57,7 @@ class Membership:
     out_only: dict[int, str] = field(default_factory=dict)
     """Members that call others and cannot be called; with the site of each, at which others of that site can call it,
     or empty."""
-    apart: set[frozenset[int]] = field(default_factory=set)
+    relay_only_pairs: set[frozenset[int]] = field(default_factory=set)
     """Other pairs of members of which neither can call the other."""
     relays: dict[str, RelayInfo] = field(default_factory=dict)
     """Relays at which all of these meet."""
@@ -81,7 +81,7 @@ class Membership:
     def remove(self, node: int) -> None:
         del self.members[node]
         self.out_only.pop(node, None)
-        self.apart -= {pair for pair in self.apart if node in pair}
+        self.relay_only_pairs -= {pair for pair in self.relay_only_pairs if node in pair}
 
     def name(self, node: int) -> str:
         return self.cluster.nodes[node].name

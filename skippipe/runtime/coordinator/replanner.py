@@ -70,19 +70,19 @@ class Replanner:
         self._select_length(iteration, self.plan.stage_of)
         self._log_plan()
 
-    def needs_apart(self) -> bool:
+    def needs_unreachable_pair(self) -> bool:
         """Does the plan need two nodes to meet that cannot?"""
-        return bool(self.estimator.apart() & _links(self.plan))
+        return bool(self.estimator.unreachable_pairs() & _links(self.plan))
 
-    def avoid_apart(self, iteration: int) -> list[str]:
+    def plan_around_unreachable(self, iteration: int) -> list[str]:
         """Before the first iteration: make a plan in which no two nodes need each other that cannot meet. If there is
         none, gives the names of two that hinder it."""
-        needed = sorted(map(sorted, self.estimator.apart() & _links(self.plan)))
+        needed = sorted(map(sorted, self.estimator.unreachable_pairs() & _links(self.plan)))
         if not needed:
             return []
         length, members = self.lengths.at(iteration), self.plan.placement
         found = self._repair(length, members, self.plan.stage_of, self._cluster(self.env.now_ns()))
-        if found is None or self.estimator.apart() & _links(found):
+        if found is None or self.estimator.unreachable_pairs() & _links(found):
             return [self.membership.name(node) for node in needed[0]]
         self.plan = found
         self.lengths.renew(length, found)

@@ -63,7 +63,7 @@ class CoordinatorServer:
             on_reached=lambda name: self._machine.on_reach(self._numbers[name], None),
             on_out_only=self._on_out_only,
             on_relay=lambda name, info: self._machine.on_relay(name, info),
-            on_apart=lambda a, b, apart: self._machine.on_apart(self._numbers[a], self._numbers[b], apart),
+            on_relay_only=lambda a, b, now: self._machine.on_relay_only(self._numbers[a], self._numbers[b], now),
         )
         self._plan_json: tuple[Plan, dict[str, Any]] | None = None
         self._admission = admission

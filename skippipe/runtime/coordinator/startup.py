@@ -79,14 +79,14 @@ class Startup:
         if joining:
             self.prepare_if_complete()
 
-    def apart_known(self, a: int, b: int, apart: bool) -> None:
+    def relay_only_known(self, a: int, b: int, relay_only: bool) -> None:
         """Neither of two nodes can call the other: they meet at a relay. If there is none, the link is one that is
         down, for which neither is to blame. Later they try again."""
         membership, estimator = self.membership, self.replanner.estimator
-        if not apart:
-            membership.apart.discard(frozenset({a, b}))
+        if not relay_only:
+            membership.relay_only_pairs.discard(frozenset({a, b}))
             return
-        membership.apart.add(frozenset({a, b}))
+        membership.relay_only_pairs.add(frozenset({a, b}))
         where = "they meet at a relay" if membership.relays else "a relay would help ('skippipe relay')"
         self.context.log_event("link-down", f"can neither call '{membership.name(b)}' nor be called by it: {where}", a)
         if membership.relays:
@@ -136,11 +136,12 @@ class Startup:
         """Once all nodes are connected they build their stages and, if the run is resumed, fetch the checkpoint."""
         if self.missing or self._lacks_relay():
             return
-        apart = self.replanner.avoid_apart(self.commits.current.number)
-        if apart:
+        unreachable = self.replanner.plan_around_unreachable(self.commits.current.number)
+        if unreachable:
+            one, other = unreachable
             self.context.fail(
-                f"nodes '{apart[0]}' and '{apart[1]}' can only call out, so they cannot reach each other, and the plan "
-                "needs it: start a relay ('skippipe relay'), make one of them reachable, or plan with a bandwidth of 0 "
+                f"nodes '{one}' and '{other}' can only call out, so they cannot reach each other, and the plan needs "
+                "it: start a relay ('skippipe relay'), make one of them reachable, or plan with a bandwidth of 0 "
                 "between them"
             )
             return
@@ -165,7 +166,7 @@ class Startup:
 
     def _lacks_relay(self) -> bool:
         """Do nodes of the plan need a relay that may still come?"""
-        lacks = self.membership.lacks_relay and self.replanner.needs_apart()
+        lacks = self.membership.lacks_relay and self.replanner.needs_unreachable_pair()
         if lacks and not self._awaits_relay:
             self.context.log_event("paused", "all nodes are there, and some only call out: waiting for a relay")
         self._awaits_relay = lacks

@@ -96,7 +96,7 @@ class Coordinator:
             env, settings.checkpoint_every, -1 if resumed_from is None else resumed_from, ids
         )
         estimator = ClusterEstimator(
-            log.plan, plan.cluster, env.now_ns(), membership.out_only, membership.relays, membership.apart
+            log.plan, plan.cluster, env.now_ns(), membership.out_only, membership.relays, membership.relay_only_pairs
         )
         backup = EmbeddingBackup(recovery.backup_every if recovery.fault_tolerant else 0, membership, env, estimator)
         lengths = PathLengths(
@@ -232,8 +232,8 @@ class Coordinator:
     def on_relay(self, name: str, info: RelayInfo | None) -> None:
         self._startup.relay_known(name, info)
 
-    def on_apart(self, a: int, b: int, apart: bool) -> None:
-        self._startup.apart_known(a, b, apart)
+    def on_relay_only(self, a: int, b: int, relay_only: bool) -> None:
+        self._startup.relay_only_known(a, b, relay_only)
 
     def _on_hello(self, node: int, hello: Hello) -> None:
         if hello.version != __version__:
