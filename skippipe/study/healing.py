@@ -40,6 +40,7 @@ from skippipe.data.token_file import Ids
 from skippipe.data.tokenizer import TextTokenizer
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import StagedModel, layers_of, load, read_outline
+from skippipe.inference.eval.evaluate import StepProgress
 from skippipe.inference.eval.perplexity import DEFAULT_CONTEXT, Windows, beginning_of, open_text
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_files import INDEX
@@ -64,9 +65,6 @@ DRAWN, DRAWN_AT_ONCE = 0.3, 1024  # share of a text that comes again, and tokens
 SHOWN_STEPS = 10  # whose mean loss is shown
 KINDS = (".safetensors", ".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
 """How the files of a model folder end that are copied."""
-
-CountProgress = Callable[[str, int, int], None]
-"""Called with what is being done, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ class Healing:
     def steps(self) -> int:
         return max(1, self.tokens // self._step_tokens) if self.tokens else 0
 
-    def run(self, stopped: Sequence[Any], progress: CountProgress) -> None:
+    def run(self, stopped: Sequence[Any], progress: StepProgress) -> None:
         """Fit what is new and take all steps, or those until something is in `stopped`."""
         engine, rows, steps = self.engine, self._rows(), self.steps
         batches = [next(rows) for _ in range(self._fit_steps)]
@@ -313,7 +311,7 @@ def heal(
     held_out: str | None,
     settings: HealSettings,
     stopped: Sequence[Any] = (),
-    progress: CountProgress = lambda what, done, of: None,
+    progress: StepProgress = lambda what, done, of: None,
     tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Heal a model, and write it with its bridges and adapters to a folder; the figures, as --json prints them.
@@ -340,7 +338,7 @@ def begin_healing(
     texts: Sequence[str],
     held_out: str | None,
     settings: HealSettings,
-    progress: CountProgress = lambda what, done, of: None,
+    progress: StepProgress = lambda what, done, of: None,
 ) -> Healing:
     """A model and the text that it is healed on; UserError if it cannot be."""
     check_device(settings.device)

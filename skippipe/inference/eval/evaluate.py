@@ -28,7 +28,7 @@ MIN_CALIBRATION_WINDOWS = 8  # but on so many at least,
 CALIBRATION_SUBSETS = 4  # and for every size by so many subsets at most
 BEST = "best"
 
-EvalProgress = Callable[[str, int, int], None]
+StepProgress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done, and how much there is."""
 
 
@@ -218,7 +218,7 @@ def evaluate(
     texts: Sequence[Windows],
     selection: Selection,
     dtype: DtypeName = "fp32",
-    progress: EvalProgress = lambda what, done, of: None,
+    progress: StepProgress = lambda what, done, of: None,
     batch_tokens: int = BATCH_TOKENS,
     wire: str = "",
     replicas: Sequence[StagedModel] = (),

@@ -22,7 +22,7 @@ from skippipe.errors import UserError
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget, plan_nats
-from skippipe.planner.problem import PlanRequest, Problem, Strategy, iteration_ns, problem_on_stages
+from skippipe.planner.problem import PlanProgress, PlanRequest, Problem, Strategy, iteration_ns, problem_on_stages
 from skippipe.planner.strategies import compile_search, make_plan
 from skippipe.planner.whatif import edits
 from skippipe.planner.whatif.candidates import Candidate, CandidateEdits, EditKind
@@ -69,14 +69,11 @@ class Advice:
     """Why paths were not searched again; empty if they were."""
 
 
-AdviceProgress = Callable[[str, float, float | None], None]
-
-
 def advise(
     plan: Plan,
     timeline: Timeline,
     replanning: bool = True,
-    progress: AdviceProgress = lambda what, share, best_s: None,
+    progress: PlanProgress = lambda what, share, best_s: None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Advice:
     """Evaluate the candidate edits of a plan; `timeline` is what `simulate` gives for it."""
