@@ -273,6 +273,13 @@ class Checkpoints:
                 return found[0]
         return None
 
+    def hold_best(self) -> CheckpointOrigin | None:
+        """`best`, which is not removed until this process ends."""
+        while found := self.best():
+            if hold(found.place):
+                return found
+        return None
+
     def complete(self) -> list[Path]:
         """Checkpoints of the run that have a manifest, newest first."""
         return [place for place in self._all() if belongs_to(self.run_id, checkpoint_run_id(place))]

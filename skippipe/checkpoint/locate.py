@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 from pathlib import Path
 
-from skippipe.checkpoint.format import MANIFEST, Checkpoints
+from skippipe.checkpoint.format import MANIFEST, Checkpoints, hold
 from skippipe.errors import UserError
 from skippipe.json_fields import exists
 from skippipe.model.model_files import CONFIG, INDEX
@@ -39,6 +39,7 @@ def find_checkpoint(checkpoint: Path) -> Path:
                 raise UserError(
                     f"{place}: is the model of another run than {checkpoint}; name {place} if it is what you want"
                 )
+            hold(place)
             return place
     raise UserError(
         f"{checkpoint}: neither a checkpoint, nor a run's output folder, nor a Hugging Face folder with a config.json"

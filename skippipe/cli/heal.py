@@ -145,7 +145,8 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
     def show(what: str, done: int, of: int) -> None:
         nonlocal last
         now = time.monotonic()
-        began.setdefault(of, now)
+        if not done or of not in began:
+            began[of] = now
         if now - last >= LINE_EVERY_S:
             last = now
             left = f", {(now - began[of]) * (of - done) / done:.0f} s left" if done else ""

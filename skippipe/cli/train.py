@@ -177,7 +177,7 @@ def export(
 
     Example: skippipe export run model/
     """
-    from skippipe.checkpoint.format import MANIFEST, Checkpoints
+    from skippipe.checkpoint.format import MANIFEST, Checkpoints, hold
     from skippipe.checkpoint.locate import newest_checkpoint
 
     if private and push is None:
@@ -188,8 +188,9 @@ def export(
     if (checkpoint / MANIFEST).is_file():
         if best:
             raise UserError(f"--best: {checkpoint} is one checkpoint; name the output folder of the run")
+        hold(checkpoint)
     elif best:
-        found_best = Checkpoints.of_run(checkpoint).best()
+        found_best = Checkpoints.of_run(checkpoint).hold_best()
         if found_best is None:
             raise UserError(
                 f"--best: no checkpoint of {checkpoint} has a held-out loss; [validation] in the job makes them"

@@ -1,11 +1,12 @@
 """The executor of a node that serves: a stage, and a KV cache for every route that comes through it.
 
-Between nodes, hidden states are [tokens of all rows, d], without padding. Here, single tokens and prompts pass the
-stage separately: one padded to the other's length would cost as much (see `inference.cached_stage`).
+Between nodes, hidden states are [tokens of all rows, d], without padding. Here, rows of unlike lengths pass the stage
+one after another: one padded to the other's length would cost as much (see `inference.cached_stage`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,24 @@ from skippipe.inference.cached_stage import BatchRows, CachedStage, embed, logit
 from skippipe.inference.sampler import LogitsContext, process_logits, sample, token_logprobs
 from skippipe.inference.static_decoding import StaticStage
 from skippipe.model.stage import StageModel
-from skippipe.serving.step_protocol import ForwardStep, FreeSlots, SampleTokens, ServingWork, StepOutput, StepRefused
+from skippipe.serving.step_protocol import (
+    ForwardStep,
+    FreeSlots,
+    InputRow,
+    SampleTokens,
+    ServingWork,
+    StepOutput,
+    StepRefused,
+)
 from skippipe.transport.message import Message
+
+
+def alike(rows: Sequence[InputRow]) -> list[list[int]]:
+    """Numbers of rows that pass the stage together: none is padded to more than twice its length."""
+    groups: dict[int, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault((row.count - 1).bit_length(), []).append(number)
+    return list(groups.values())
 
 
 class NotFinite(UserError):
@@ -89,9 +106,7 @@ class ServingExecutor:
             if row.start > stage.cache.length(row.slot):
                 raise UserError(f"slot {row.slot} ends before token {row.start}")
         hidden = self._hidden_states(work)
-        single = [number for number, row in enumerate(step.rows) if row.count == 1]
-        longer = [number for number, row in enumerate(step.rows) if row.count > 1]
-        for group in filter(None, (single, longer)):
+        for group in alike(step.rows):
             rows = [step.rows[number] for number in group]
             batch = BatchRows(tuple(r.slot for r in rows), tuple(r.start for r in rows), tuple(r.count for r in rows))
             padded = torch.nn.utils.rnn.pad_sequence([hidden[number] for number in group], batch_first=True)
@@ -107,8 +122,8 @@ class ServingExecutor:
             for row, new in zip(step.rows, work.inputs, strict=True):
                 seen = self._tokens.setdefault((step.route, row.slot), [])
                 seen[row.start :] = new
-            padded = embed(self._model, work.inputs)
-            return [each[: row.count] for each, row in zip(padded, step.rows, strict=True)]
+            (flat,) = embed(self._model, [[token for new in work.inputs for token in new]])
+            return list(torch.split(flat, [row.count for row in step.rows]))
         return list(torch.split(self._decode(work.inputs), [row.count for row in step.rows]))
 
     def _sample(self, work: SampleTokens) -> StepOutput:

@@ -20,7 +20,9 @@ from fractions import Fraction
 from math import inf
 from typing import Protocol
 
+from skippipe.cost_model import ns
 from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
+from skippipe.serving.prefill import PrefillLimit, prompt_tokens
 from skippipe.serving.routing import LinkStates, Reach, RouteCost, ServingRoute, UniformCost, fastest_route, reach_of
 
 MAX_FAILED_STEPS = 3  # steps of a sequence that nodes may report as failed
@@ -155,7 +157,7 @@ class ServingSettings:
     max_waiting: int = 256
     """Requests in the queue at most."""
     max_prompt_tokens: int = 4096
-    """Tokens of prompts in a step at most."""
+    """Tokens of prompts in a step at most; fewer where nodes or links are slow (see `PrefillLimit`)."""
     cache_tokens: int = 2**16
     """Room of a route's KV caches: its number of slots × the length of its longest sequence."""
     min_coverage: Fraction = Fraction(0)
@@ -189,6 +191,7 @@ class Scheduler:
     _steps: dict[int, ServingStep] = field(default_factory=dict)
     """Steps in flight, by their number."""
     _links: LinkStates = field(init=False)
+    _prefill: PrefillLimit = field(init=False)
     _reach: Reach | None = None
     """None: nodes or links have changed since it was found out."""
     _numbers: Counter[str] = field(default_factory=Counter)
@@ -201,7 +204,8 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._links = LinkStates(self.cost)
-        self._startup_until_ns = self.env.now_ns() + _ns(self.settings.startup_timeout)
+        self._prefill = PrefillLimit(self.settings.max_prompt_tokens, self.settings.step_timeout)
+        self._startup_until_ns = self.env.now_ns() + ns(self.settings.startup_timeout.total_seconds())
 
     # Requests
 
@@ -217,8 +221,7 @@ class Scheduler:
         return sequence
 
     def cancel(self, number: int) -> None:
-        sequence = self.sequences.get(number)
-        if sequence is not None:
+        if (sequence := self.sequences.get(number)) is not None:
             self._finish(sequence, FinishReason.CANCELLED)
             self._schedule()
 
@@ -290,6 +293,7 @@ class Scheduler:
         del self._steps[number]
         step.route.step = None
         self._links.step_done(step.route.path)
+        self._prefill.done(prompt_tokens(step.rows), self.env.now_ns() - step.route.step_began_ns)
         for row, token, pairs in rows:
             sequence = row.sequence
             if sequence.route != step.route.number:  # it was cancelled meanwhile
@@ -323,13 +327,14 @@ class Scheduler:
             self._startup_until_ns = None
         for probe in self._links.due_probes(now_ns):
             self.env.probe_link(*probe)
-        late_ns = now_ns - _ns(self.settings.step_timeout)
-        for route in [each for each in self._routes.values() if each.step is not None and each.step_began_ns < late_ns]:
-            self._links.step_lost(route.path)
-            self._abandon(route)
+        late_ns = now_ns - ns(self.settings.step_timeout.total_seconds())
+        for step in [each for each in self._steps.values() if each.route.step_began_ns < late_ns]:
+            self._links.step_lost(step.route.path)
+            self._prefill.late(prompt_tokens(step.rows))
+            self._abandon(step.route)
         self._note_missing()
         self._schedule()
-        expired_ns = now_ns - _ns(self.settings.wait_timeout)
+        expired_ns = now_ns - ns(self.settings.wait_timeout.total_seconds())
         if not (self._routes or self._in_grace):  # there is no route at all, it is not that all are full
             for sequence in [each for each in self._waiting if each.waiting_since_ns < expired_ns]:
                 self._finish(sequence, FinishReason.UNAVAILABLE)
@@ -401,7 +406,7 @@ class Scheduler:
     @property
     def _in_grace(self) -> bool:
         """Is a stage missing for so short a time that it is still waited for?"""
-        since_ns = self.env.now_ns() - _ns(self.settings.grace)
+        since_ns = self.env.now_ns() - ns(self.settings.grace.total_seconds())
         return any(lost_ns > since_ns for lost_ns in self._lost_stages_ns.values())
 
     def _choose_route(self, sequence: SequenceState) -> ServingRoute | None:
@@ -436,7 +441,7 @@ class Scheduler:
             if self._routes.pop(route.number, None) is not None:
                 self.env.close_route(route)
             return
-        room = self.settings.max_prompt_tokens
+        room = self._prefill.tokens
         rows: list[StepRow] = []
         for slot, number in sorted(route.slots.items()):
             sequence = self.sequences[number]
@@ -493,7 +498,3 @@ def _check_report(row: StepRow, token: int, pairs: TokenLogprobs) -> None:
         raise ValueError("reports more log-probabilities than were asked for")
     if row.allowed and sequence.constraint is not None and not sequence.constraint.accepts(token):
         raise ValueError("reports a token that its step does not allow")
-
-
-def _ns(duration: timedelta) -> int:
-    return int(duration.total_seconds() * 1e9)

@@ -201,12 +201,16 @@ class Healing:
             if stopped:
                 break
 
-    def measure(self) -> list[PartsLoss]:
+    def measure(self, progress: StepProgress = lambda what, done, of: None) -> list[PartsLoss]:
         """Losses on held-out text of the whole model, and of parts that miss 1, 2, … up to half of the stages."""
-        found = []
-        for missing in (0, *self._sizes):
-            parts = draw_subsets(self.stages, self.stages - missing, PARTS, self.seed)
-            found.append(PartsLoss(missing, {part: self._loss(part) for part in parts}))
+        sizes = (0, *self._sizes)
+        parts = {missing: draw_subsets(self.stages, self.stages - missing, PARTS, self.seed) for missing in sizes}
+        found, done, of = [PartsLoss(missing, {}) for missing in sizes], 0, sum(map(len, parts.values()))
+        for each in found:
+            for part in parts[each.missing]:
+                progress("measuring on held-out text", done, of)
+                each.losses[part] = self._loss(part)
+                done += 1
         return found
 
     def write(self, folder: Path) -> Path:
@@ -322,15 +326,13 @@ def heal(
     began = time.monotonic()
     healing = begin_healing(model, texts, held_out, settings, progress)
     tell(healing.begins_with)
-    progress("measuring before", 0, healing.steps)
-    before = healing.measure()
+    before = healing.measure(progress)
     if stopped:
         raise KeyboardInterrupt  # nothing is learned yet
     healing.run(stopped, progress)
     healing.write(output)
     copy_model(healing.place, output)
-    progress("measuring after", healing.steps, healing.steps)
-    return healing.figures(before, healing.measure(), time.monotonic() - began)
+    return healing.figures(before, healing.measure(progress), time.monotonic() - began)
 
 
 def begin_healing(

@@ -22,7 +22,7 @@ from skippipe.model.spread_layers import SpreadLayers, inference_devices, weight
 from skippipe.model.stage import StageModel
 from skippipe.model.stand_ins import Bridges, StageAdapters, StandIns
 from skippipe.runtime.node.interfaces import JoinConfig
-from skippipe.serving.executor import ServingExecutor
+from skippipe.serving.executor import ServingExecutor, alike
 from skippipe.serving.node import ServingConfig, build_executor
 from skippipe.serving.step_protocol import (
     ForwardStep,
@@ -95,6 +95,15 @@ def test_logits_of_batched_prompts_and_single_tokens_are_those_of_transformers(f
         chosen = nodes[0].run(SampleTokens(step_of(rows, sampling=greedy), encode(back, "fp32")))
         assert chosen.tokens == [int(expected[text, done - 1].argmax()) for text, done in ends]
     assert min(single, longer) > 10
+
+
+def test_no_row_is_padded_to_more_than_twice_its_length() -> None:
+    rows = [InputRow(slot, 0, count) for slot, count in enumerate((1, 3000, 2, 1, 70, 100, 2))]
+    groups = alike(rows)
+    assert sorted(number for group in groups for number in group) == list(range(len(rows)))
+    for group in groups:
+        counts = [rows[number].count for number in group]
+        assert max(counts) <= 2 * min(counts)
 
 
 def test_what_cannot_be_done_is_said_and_the_node_goes_on() -> None:

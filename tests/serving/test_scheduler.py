@@ -47,6 +47,8 @@ class World:
     def __init__(self, seed: int, settings: ServingSettings | None = None) -> None:
         self.random = Random(seed)
         self.clock_ns = 0
+        self.token_s = 0.0
+        """Seconds that a step takes for each of its tokens."""
         self.caches: dict[tuple[int, int, int], list[int]] = {}
         """Node, route, slot → tokens."""
         self.alive = {node for nodes in PLACES.values() for node in nodes}
@@ -72,7 +74,8 @@ class World:
     def start_step(self, step: ServingStep) -> None:
         self.steps.append(step)
         assert len({row.slot for row in step.rows}) == len(step.rows)
-        self.at(self.random.uniform(0.01, 0.05), lambda: self._run(step))
+        took_s = self.random.uniform(0.01, 0.05) + self.token_s * sum(len(row.tokens) for row in step.rows)
+        self.at(took_s, lambda: self._run(step))
 
     def _run(self, step: ServingStep) -> None:
         path = step.route.path
@@ -129,6 +132,21 @@ class World:
         end_tokens = frozenset({END}) if self.random.random() < 0.5 else frozenset()
         request = SequenceRequest(prompt, self.random.randint(1, 30), end_tokens)
         return replace(request, sampling=replace(request.sampling, seed=self.random.randrange(1000)))
+
+
+def test_prompts_that_would_be_late_for_ever_go_in_smaller_pieces() -> None:
+    world = World(1, ServingSettings(step_timeout=timedelta(seconds=2)))
+    world.token_s = 0.01
+    for second in range(600):
+        world.at(second, lambda: None)
+    prompt = tuple(number % VOCABULARY for number in range(1500))
+    asked = [world.scheduler.submit(SequenceRequest(prompt[:length], 3, frozenset())) for length in (1500, 40)]
+    world.run()
+    for sequence in asked:
+        assert sequence.finish_reason is FinishReason.LENGTH
+        assert sequence.output_tokens == expected_tokens(sequence.request)
+    most = max(sum(len(row.tokens) for row in step.rows) for step in world.steps[-5:])
+    assert most <= 200 and world.clock_ns < 60e9
 
 
 @pytest.mark.parametrize("seed", range(40))

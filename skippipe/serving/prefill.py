@@ -1,0 +1,55 @@
+"""Chunked prefill: how many tokens of prompts a step takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Protocol
+
+from skippipe.cost_model import ns
+
+LEAST = 16  # tokens of a step, however slow nodes are
+QUICK = 0.25  # share of the deadline within which a step may have been larger
+
+log = logging.getLogger(__name__)
+
+
+class Row(Protocol):
+    @property
+    def tokens(self) -> Sequence[int]: ...
+
+
+def prompt_tokens(rows: Iterable[Row]) -> int:
+    """Tokens of prompts in a step, or of what is computed anew; a row with one token goes on with an answer."""
+    return sum(len(row.tokens) for row in rows if len(row.tokens) > 1)
+
+
+@dataclass
+class PrefillLimit:
+    """As many tokens as nodes compute and send within a step's deadline. A step that is late halves it: its prompts are
+    computed again in smaller pieces, or they would be late for ever."""
+
+    most: int
+    """Tokens of a step at most."""
+    deadline: timedelta
+    tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.most
+
+    def late(self, tokens: int) -> None:
+        """A step with so many tokens of prompts has taken longer than its deadline."""
+        smaller = max(LEAST, min(self.tokens, tokens) // 2)
+        if tokens and smaller < self.tokens:
+            self.tokens = smaller
+            log.warning(
+                "a step with %d tokens of prompts took over %g s: steps take %d at most from now on",
+                *(tokens, self.deadline.total_seconds(), smaller),
+            )
+
+    def done(self, tokens: int, took_ns: int) -> None:
+        """A step with so many tokens of prompts is done."""
+        if tokens >= self.tokens and took_ns < QUICK * ns(self.deadline.total_seconds()):
+            self.tokens = min(self.most, 2 * self.tokens)
