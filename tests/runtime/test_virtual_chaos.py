@@ -17,6 +17,7 @@ ONCE_FAILED = {
     1035: "every node is gone while a stage is assigned",
     5331: "the coordinator is restarted after the last step, which a node has taken meanwhile",
     7205: "the only node that holds stage 0 says that it cannot reach those who fetch it",
+    50229: "a node builds a lost stage by a plan in which no lane visits it, and which has a teacher",
 }
 
 
