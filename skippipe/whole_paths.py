@@ -100,9 +100,14 @@ def teacher_paths(plan: Plan, paths: Sequence[NodePath], there: Collection[int])
     return known if len(known) == len(found) else None
 
 
+def find_teacher_paths(plan: Plan) -> dict[int, NodePath] | None:
+    """`teacher_paths` as planned, with all nodes there."""
+    return teacher_paths(plan, [lane.path for lane in plan.lanes], {node for lane in plan.lanes for node in lane.path})
+
+
 def planned_teacher_paths(plan: Plan) -> dict[int, NodePath]:
-    """`teacher_paths`, as long as no node is lost; UserError if there are none."""
-    paths = teacher_paths(plan, [lane.path for lane in plan.lanes], {node for lane in plan.lanes for node in lane.path})
+    """`find_teacher_paths` of a plan that has them; UserError if there are none."""
+    paths = find_teacher_paths(plan)
     if paths is None:
         raise UserError(
             "workload.teacher: no path leads through every stage from each data node and back; training without "

@@ -312,10 +312,16 @@ def check_feasible(problem: Problem, length: PathLength, lengths: Iterable[PathL
     try:
         _check_length(problem, length)
     except Infeasible as error:
-        unit = shared_lane_unit(problem.stages, {length, *lengths})
-        if unit == lane_unit(problem.stages, length):
-            raise
-        raise Infeasible(f"{error}; for all paths of the run a multiple of {unit}") from None
+        raise for_all_lengths(error, problem.stages, length, lengths) from None
+
+
+def for_all_lengths(error: Infeasible, stages: int, length: PathLength, lengths: Iterable[PathLength]) -> Infeasible:
+    """The error of paths of one length; it also says which microbatches suit all lengths of the run, if they are other
+    ones."""
+    unit = shared_lane_unit(stages, {length, *lengths})
+    if unit == lane_unit(stages, length):
+        return error
+    return Infeasible(f"{error}; for all paths of the run a multiple of {unit}")
 
 
 def _check_length(problem: Problem, length: PathLength) -> None:

@@ -22,11 +22,10 @@ from skippipe.planner.codec_choice import choose_codecs
 from skippipe.planner.codec_prices import CodecBudget, plan_nats
 from skippipe.planner.problem import PlanRequest, Problem, Strategy, iteration_ns, lane_unit
 from skippipe.planner.strategies import make_plan
+from skippipe.skip_schedule import USUAL, SkipSchedule
 
 MOST_STAGES = 1_000
-USUAL_SKIPPED, USUAL_UNTIL, USUAL_NATS = Fraction(1, 3), 0.65, 0.04
-"""What the usual recipe of training skips, until which share of the run, and what it adds to the loss
-(docs/results.md)."""
+USUAL_NATS = 0.04  # that the usual recipe of training adds to the loss (docs/results.md)
 
 ProblemFor = Callable[[int, int, int | None], Problem]
 """Makes the problem for (stages, stages on a path, microbatches; None: the default number)."""
@@ -143,10 +142,12 @@ def usual_run(points: Sequence[SweepPoint], stages: int, doubling: float) -> Usu
     """What follows for such a run from the plans that visit all of so many stages, and two thirds; None: one of them is
     not there."""
     seconds = {point.skipped: point.microbatch_s for point in points if point.stages == stages}
-    if not {Fraction(0), USUAL_SKIPPED} <= seconds.keys():
+    first = SkipSchedule(USUAL).phases[0]
+    ((skipped,),) = first.turn
+    if not {Fraction(0), skipped} <= seconds.keys():
         return None
-    whole_s = seconds[Fraction(0)]
-    mean_s = USUAL_UNTIL * seconds[USUAL_SKIPPED] + (1 - USUAL_UNTIL) * whole_s
+    whole_s, until = seconds[Fraction(0)], float(first.until)
+    mean_s = until * seconds[skipped] + (1 - until) * whole_s
     return UsualRun(mean_s, mean_s / whole_s * 2 ** (USUAL_NATS / doubling))
 
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
 
 from skippipe.cost_model import ns
 
@@ -16,14 +15,9 @@ QUICK = 0.25  # share of the deadline within which a step may have been larger
 log = logging.getLogger(__name__)
 
 
-class Row(Protocol):
-    @property
-    def tokens(self) -> Sequence[int]: ...
-
-
-def prompt_tokens(rows: Iterable[Row]) -> int:
+def prompt_tokens(rows: Iterable[Sequence[int]]) -> int:
     """Tokens of prompts in a step, or of what is computed anew; a row with one token goes on with an answer."""
-    return sum(len(row.tokens) for row in rows if len(row.tokens) > 1)
+    return sum(len(tokens) for tokens in rows if len(tokens) > 1)
 
 
 @dataclass

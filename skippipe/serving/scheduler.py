@@ -293,7 +293,7 @@ class Scheduler:
         del self._steps[number]
         step.route.step = None
         self._links.step_done(step.route.path)
-        self._prefill.done(prompt_tokens(step.rows), self.env.now_ns() - step.route.step_began_ns)
+        self._prefill.done(prompt_tokens(row.tokens for row in step.rows), self.env.now_ns() - step.route.step_began_ns)
         for row, token, pairs in rows:
             sequence = row.sequence
             if sequence.route != step.route.number:  # it was cancelled meanwhile
@@ -330,7 +330,7 @@ class Scheduler:
         late_ns = now_ns - ns(self.settings.step_timeout.total_seconds())
         for step in [each for each in self._steps.values() if each.route.step_began_ns < late_ns]:
             self._links.step_lost(step.route.path)
-            self._prefill.late(prompt_tokens(step.rows))
+            self._prefill.late(prompt_tokens(row.tokens for row in step.rows))
             self._abandon(step.route)
         self._note_missing()
         self._schedule()

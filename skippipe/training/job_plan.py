@@ -19,7 +19,7 @@ from skippipe.model.stand_ins import is_bridge
 from skippipe.model_shape import model_named
 from skippipe.plan import Plan
 from skippipe.planner.codec_choice import choose_beside, with_codecs_of, with_smallest_elsewhere
-from skippipe.planner.problem import PlanRequest, Strategy, check_feasible, shared_lane_unit
+from skippipe.planner.problem import PlanRequest, Strategy, check_feasible, for_all_lengths, shared_lane_unit
 from skippipe.planner.problem_spec import PlanSpec, cluster_named, problem_of, stages_of
 from skippipe.planner.published import Example
 from skippipe.planner.strategies import has_lengths, make_plan_for, plans_lengths, with_paths_of
@@ -184,10 +184,11 @@ def _naming_shared_unit(plan_spec: PlanSpec, stages: int) -> Iterator[None]:
     try:
         yield
     except Infeasible as error:
-        unit = shared_lane_unit(stages, {plan_spec.visit or stages, *plan_spec.also})
+        visit = plan_spec.visit or stages
+        unit = shared_lane_unit(stages, {visit, *plan_spec.also})
         if not plan_spec.also or not plan_spec.microbatches or plan_spec.microbatches % unit == 0:
             raise
-        raise Infeasible(f"{error}; for all paths of the run a multiple of {unit}") from None
+        raise for_all_lengths(error, stages, visit, plan_spec.also) from None
 
 
 @contextmanager

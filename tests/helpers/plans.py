@@ -21,7 +21,7 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.problem import Problem, lane_unit
 from skippipe.simulator import Deadlock, simulate
 from skippipe.timeline import Timeline, Timing
-from skippipe.whole_paths import teacher_paths
+from skippipe.whole_paths import find_teacher_paths
 from skippipe.workload import LinkDtypes, Workload
 
 weight_shares = st.sampled_from([0.5, 0.2, 0.75])
@@ -51,8 +51,7 @@ def without_ties(cluster: Cluster, seed: int) -> Cluster:
 
 def can_be_taught(plan: Plan) -> bool:
     """Does a lane leave stages out, and does a path lead from each such lane's data node through all stages?"""
-    paths = [lane.path for lane in plan.lanes]
-    return bool(teacher_paths(plan, paths, {node for path in paths for node in path}))
+    return bool(find_teacher_paths(plan))
 
 
 @st.composite

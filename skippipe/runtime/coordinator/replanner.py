@@ -13,7 +13,6 @@ from math import isinf
 from typing import TYPE_CHECKING
 
 from skippipe.cluster import Cluster
-from skippipe.errors import UserError
 from skippipe.plan import Plan, Stage
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, EventLogger
@@ -23,7 +22,7 @@ from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
 from skippipe.runtime.coordinator.wal_records import plan_record
 from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of
-from skippipe.whole_paths import links_in_use, planned_teacher_paths
+from skippipe.whole_paths import find_teacher_paths, links_in_use
 
 if TYPE_CHECKING:
     from skippipe.planner.repair.stage_assignment import Reassignment, StageAssignment
@@ -183,12 +182,7 @@ class Replanner:
             budget_s=max(whole_s - spent_s, whole_s / 2),
             visited=length,
         )
-        if found is not None:
-            try:
-                planned_teacher_paths(found)
-            except UserError:
-                return None
-        return found
+        return None if found is None or find_teacher_paths(found) is None else found
 
     def _log_plan(self) -> None:
         """The plan in full once; later its length will do, as long as no node joins or leaves."""

@@ -25,7 +25,7 @@ from skippipe.runtime.routing import apply_reroute, routes_of
 from skippipe.stage_subset import hops_of
 from skippipe.timeline import Timing
 from skippipe.transport.message import Hop, Message
-from skippipe.whole_paths import teacher_paths
+from skippipe.whole_paths import find_teacher_paths
 
 all_steps, steps = python_version(dispatch.all_steps), python_version(dispatch.steps)
 place, message_pass = python_version(dispatch.place), python_version(dispatch.message_pass)
@@ -79,8 +79,7 @@ class NodeSchedule:
         hops = [hops_of(each, len(plan.stages)) for each in visits]
         self.hops = [[there.get(stage) for stage in each] for each, there in zip(visits, hops, strict=True)]
         """[lane][step]: how the path goes on after a forward step, if it leaves stages out."""
-        there = {node for lane in plan.lanes for node in lane.path}
-        self.teacher_paths = teacher_paths(plan, [lane.path for lane in plan.lanes], there) or {}
+        self.teacher_paths = find_teacher_paths(plan) or {}
         """None in a plan by which a node builds a stage that is lost: it gets another one before it trains."""
         self.planned_ns: dict[tuple[int, int, int], int] = {}
         """Lane, microbatch and step → planned start of the task; empty if the plan has none, or not of the full
