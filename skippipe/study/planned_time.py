@@ -38,7 +38,7 @@ from skippipe.toml_config import from_table
 from skippipe.value_ranges import CENTURY_S, LAYERS, POSITIVE, Range
 from skippipe.workload import Workload
 
-FORMAT, VERSION = "skippipe-study-times", 2
+FORMAT, VERSION = "skippipe-study-times", 3
 SEED = 0  # of the planner
 TEACHER_SHARE = 1 / 3  # of a whole iteration: the forward pass
 TIME_S = Range(0, CENTURY_S.most, above=True)
@@ -107,12 +107,12 @@ class PlannedTime:
 
 @dataclass(frozen=True)
 class PlannedTimes:
-    """The times file of a study."""
+    """What a times file has; studies of any model share it."""
 
     planned: PlanSettings
     seed: int
     model_layers: int
-    """Layers of the study's model."""
+    """Layers of the study's model; not in the file."""
     workload_layers: int
     """Layers of the model for which the study's seconds are planned."""
     published_s: float | None = None
@@ -150,7 +150,6 @@ class PlannedTimes:
             "version": VERSION,
             "planned": asdict(self.planned),
             "seed": self.seed,
-            "model_layers": self.model_layers,
             "workload_layers": self.workload_layers,
             "published_s": self.published_s,
             "iterations": [
@@ -160,7 +159,7 @@ class PlannedTimes:
         }
 
     @classmethod
-    def from_json(cls, value: Any) -> PlannedTimes:
+    def from_json(cls, value: Any, model_layers: int) -> PlannedTimes:
         fields = Fields(value, "")
         fields.header(FORMAT, VERSION)
         plans = {}
@@ -174,7 +173,7 @@ class PlannedTimes:
         times = cls(
             planned=from_table(PlanSettings, fields.take("planned"), "planned"),
             seed=fields.integer("seed"),
-            model_layers=fields.integer("model_layers", LAYERS),
+            model_layers=model_layers,
             workload_layers=fields.integer("workload_layers", LAYERS),
             published_s=fields.number("published_s", TIME_S) if has_published else fields.take("published_s"),
             plans=plans,
@@ -183,8 +182,8 @@ class PlannedTimes:
         return times
 
     @classmethod
-    def load(cls, path: Path) -> PlannedTimes:
-        return read_as(cls.from_json, path)
+    def load(cls, path: Path, model_layers: int) -> PlannedTimes:
+        return read_as(lambda value: cls.from_json(value, model_layers), path)
 
     def save(self, path: Path) -> None:
         write_text(path, json_text(self.to_json()) + "\n")
@@ -263,7 +262,7 @@ def planned_times(study: Study, path: Path, progress: PlanningProgress, seed: in
     """Plan all that the study's variants need; the file has what was planned before, and gets what is planned now."""
     times = _begun(study, seed)
     if path.exists():
-        found = PlannedTimes.load(path)
+        found = PlannedTimes.load(path, times.model_layers)
         if _about(found) != _about(times):
             raise UserError(f"{path}: was made for {_about(found)}, and the study asks for {_about(times)}; remove it")
         times = replace(times, plans=found.plans)
@@ -295,10 +294,7 @@ def _begun(study: Study, seed: int) -> PlannedTimes:
 
 def _about(times: PlannedTimes) -> str:
     planned = times.planned
-    return (
-        f"{planned.cluster}, {planned}, {planned.budget_s:g} s of planning, seed {times.seed}, "
-        f"a model of {times.model_layers} layers"
-    )
+    return f"{planned.cluster}, {planned}, {planned.budget_s:g} s of planning, seed {times.seed}"
 
 
 def _workload(example: Example | None, planned: PlanSettings) -> Workload:

@@ -62,7 +62,7 @@ def test_an_iteration_with_paths_of_several_lengths_has_one_plan(tmp_path: Path)
     variant = replace(FULL, recipe=SkipSchedule("2 x 0 & 1/2 until 75%, 0"))
     assert elapsed_s(result(variant, 0, [5.0, 4.0, 3.5, 3.0]), times) == [180, 360, 540, 760]
     times.save(tmp_path / "times.json")
-    assert PlannedTimes.load(tmp_path / "times.json") == times
+    assert PlannedTimes.load(tmp_path / "times.json", times.model_layers) == times
     table = tables.iterations({"sandwich": {0: result(variant, 0, [5.0, 4.0, 3.5, 3.0])}}, times)
     assert table is not None
     assert [row[1:4] for row in table.rows] == [("2 x 6 & 3 of 6", "75%", "90.00"), ("6 of 6", "25%", "110.00")]
@@ -100,7 +100,7 @@ def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
         "6 of 6 stages, 24 layers",
         "6 of 6 stages, 24 layers, nodes placed for 4",
     ]
-    assert PlannedTimes.load(file) == times
+    assert PlannedTimes.load(file, times.model_layers) == times
     seconds = {str(work): plan_time.iteration_s for work, plan_time in times.plans.items()}
     assert all(seconds.values())
     settled, own = (times.plans[work].placement for work in times.plans if (work.stages, work.placed_for) == (6, 4))
@@ -112,6 +112,15 @@ def test_times_are_planned_once_and_kept(little: Study, tmp_path: Path) -> None:
     other = replace(little, planned=replace(little.planned, timing="full"))
     with pytest.raises(UserError, match=r"contention-only.* asks for .*full.*; remove it"):
         planned_times(other, file, lambda what, share: None)
+
+
+def test_a_model_of_another_depth_shares_the_file(little: Study, tmp_path: Path) -> None:
+    """8 of 12 layers are as large a share as 16 of 24."""
+    file = tmp_path / "times.json"
+    shallow = replace(little, variant=[Variant("smaller", stages=4, layers=8)])
+    deep = replace(little, model="llama-300m", variant=[Variant("smaller", stages=4, layers=16)])
+    plans = planned_times(shallow, file, lambda what, share: None).plans
+    assert planned_times(deep, file, lambda what, share: pytest.fail(what)).plans == plans
 
 
 def test_times_with_codecs_have_a_file_of_their_own_and_fewer_bytes_to_wait_for(little: Study, tmp_path: Path) -> None:
@@ -128,7 +137,7 @@ def test_times_with_codecs_have_a_file_of_their_own_and_fewer_bytes_to_wait_for(
     )
     (usual_s,), (fewer_s,) = ([each.iteration_s or 0 for each in times.plans.values()] for times in (usual, fewer))
     assert 0 < fewer_s < usual_s
-    assert PlannedTimes.load(files[2]) == fewer
+    assert PlannedTimes.load(files[2], fewer.model_layers) == fewer
     with pytest.raises(UserError, match=r"full, int8 hops, int4 gradients.* asks for .*full, 0\.2 s.*; remove it"):
         planned_times(full, files[2], lambda what, share: None)
 
@@ -139,4 +148,4 @@ def test_what_cannot_be_planned_is_said_and_not_tried_again(little: Study, tmp_p
     (plan_time,) = times.plans.values()
     assert plan_time.iteration_s is None
     assert "9 stages need at least 9 nodes" in plan_time.refusal
-    assert PlannedTimes.load(tmp_path / "times.json") == times
+    assert PlannedTimes.load(tmp_path / "times.json", times.model_layers) == times
