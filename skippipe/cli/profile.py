@@ -193,9 +193,9 @@ def _node_config(
     from skippipe.profiling.node import ProfilingConfig
     from skippipe.workload import Workload
 
-    shape = model_named(job.model.config)
+    spec = ModelSpec(config_named(job.model.config, layers=job.model.layers))
     workload = Workload(
-        shape,
+        replace(model_named(job.model.config), layers=spec.layers),
         sequence_tokens=job.batch.sequence,
         samples_per_microbatch=job.batch.samples,
         compute_dtype=job.compute.dtype,
@@ -203,7 +203,7 @@ def _node_config(
     )
     return ProfilingConfig(
         names=names,
-        config=ModelSpec(config_named(job.model.config)).config.to_dict(),
+        config=spec.config.to_dict(),
         workload=workload,
         device=job.compute.device,
         compiled=job.compute.compiled,

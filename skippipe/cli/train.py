@@ -246,7 +246,8 @@ def grow(
         output = "run-8"           output = "run-12"
         iterations = 650           iterations = 1000
         \\[model]                    \\[model]
-        config = "8.json"          config = "12.json"
+        config = "llama-46m"       config = "llama-46m"
+        layers = 8
         \\[learning]                 \\[learning]
         iterations = 1000          iterations = 1000
 

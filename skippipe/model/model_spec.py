@@ -36,8 +36,9 @@ LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """The beginning of a weight's name that says which layer it is of."""
 
 
-def config_named(name: str, vocabulary: int | None = None) -> Any:
-    """The configuration of a preset, or of a Hugging Face config.json or its folder; `vocabulary` replaces its own."""
+def config_named(name: str, vocabulary: int | None = None, layers: int = 0) -> Any:
+    """The configuration of a preset, or of a Hugging Face config.json or its folder; `vocabulary` and `layers` replace
+    its own."""
     if name in MODELS:
         config = llama_config(MODELS[name])
     else:
@@ -54,7 +55,23 @@ def config_named(name: str, vocabulary: int | None = None) -> Any:
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if (getattr(config, token, None) or 0) >= vocabulary:
                 setattr(config, token, None)
-    return config
+    return _with_layers(config, layers, name) if layers not in (0, config.num_hidden_layers) else config
+
+
+def _with_layers(config: Any, layers: int, name: str) -> Any:
+    """The same model with another number of layers; UserError if it does not say of which kind they would be."""
+    fields = config.to_dict()
+    there = fields["num_hidden_layers"]
+    by_layer = [field for field, value in fields.items() if isinstance(value, list) and len(value) == there]
+    for field in by_layer:
+        kinds = {str(kind) for kind in fields[field]}
+        if len(kinds) > 1:
+            raise UserError(
+                f"model.layers: '{name}' has {field} of several kinds ({', '.join(sorted(kinds))}), and does not say "
+                f"which of them {layers} layers would have: name a config.json that does, in model.config"
+            )
+        fields[field] = fields[field][:1] * layers
+    return config_from({**fields, "num_hidden_layers": layers})
 
 
 def config_from(fields: dict[str, Any]) -> Any:

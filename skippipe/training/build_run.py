@@ -257,7 +257,7 @@ def build_run(
     cluster, example = cluster_named(job.cluster) if given is None else (given.cluster, None)
     if job.recipe.heal:
         cluster = without_sharding(cluster)
-    config_named(job.model.config)  # cheap, and says what is wrong before text is read
+    config_named(job.model.config, layers=job.model.layers)  # cheap, and says what is wrong before text is read
     tokens = prepare(
         job.data.texts,
         job.data.tokenizer or job.data.vocabulary,
@@ -268,7 +268,8 @@ def build_run(
     )
     if tokens.marks is None and not job.data.packing:
         raise UserError("data.packing: is for conversations, and the texts hold none; leave it out")
-    config = config_named(job.model.config, None if job.model.weights else tokens.vocabulary)
+    vocabulary = None if job.model.weights else tokens.vocabulary
+    config = config_named(job.model.config, vocabulary, job.model.layers)
     spec = ModelSpec(config, job.seed, job.lora, job.recipe.bridges, job.recipe.adapters, job.recipe.repeats)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)

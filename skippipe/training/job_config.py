@@ -21,6 +21,7 @@ from skippipe.value_ranges import (
     HEARTBEAT_S,
     ITERATIONS,
     ITERATIONS_OR_NONE,
+    LAYERS,
     MICROBATCHES,
     NATS,
     PORT,
@@ -68,6 +69,9 @@ class ModelConfig:
     config: str = "llama-tiny"
     """A preset (llama-tiny, llama-30m, llama-46m, llama-300m, llama-500m, llama-1.5b, llama-8b), a Hugging Face
     config.json, or its folder."""
+    layers: Annotated[int, Range(0, LAYERS.most)] = 0
+    """So many layers instead of those in the configuration, as for a smaller model that is to grow, or a deeper one
+    that begins with copies of the layers in model.weights; 0: as many as the configuration has."""
     weights: str = ""
     """A Hugging Face folder with weights (safetensors) to begin with, or its name on the hub; the configuration is then
     taken from it, and the tokenizer unless data.tokenizer names one; a model.config that is the same with more layers

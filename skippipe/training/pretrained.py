@@ -52,8 +52,7 @@ def with_pretrained(job: JobConfig) -> JobConfig:
     config = job.model.config
     if config in (ModelConfig.config, str(folder)):
         config = str(folder)
-    else:
-        _check_deeper(config, folder)
+    _check_deeper(config, job.model.layers, folder)
     tokenizer = job.data.tokenizer
     if not tokenizer:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -69,8 +68,9 @@ def with_pretrained(job: JobConfig) -> JobConfig:
 def _with_stand_ins(job: JobConfig, folder: Path) -> JobConfig:
     """The job with the ranks and the stages of the bridges and adapters in the folder, which it trains; UserError if
     there are none, if they are of a kind that nodes do not train, or if the job says otherwise."""
-    if job.model.config != str(folder):
-        raise UserError("model.config: with recipe.heal it is that of model.weights; leave it out")
+    if job.model.config != str(folder) or job.model.layers:
+        name = "layers" if job.model.layers else "config"
+        raise UserError(f"model.{name}: with recipe.heal it is that of model.weights; leave it out")
     info = stand_ins_in(folder)
     for name in ("bridges", "adapters", "repeats"):
         ours, theirs = getattr(job.recipe, name), getattr(info, name)
@@ -189,12 +189,15 @@ def write_first_checkpoint(run: Run, folder: Path, adapter: str = "") -> Path:
     return run.checkpoints.complete()[0]
 
 
-def _check_deeper(config: str, folder: Path) -> None:
-    """UserError unless the configuration is that of the folder's model with more layers."""
-    theirs, ours = (config_named(each).to_dict() for each in (str(folder), config))
+def _check_deeper(config: str, layers: int, folder: Path) -> None:
+    """UserError unless the model is that in the folder, or the same with more layers."""
+    theirs, ours = config_named(str(folder)).to_dict(), config_named(config, layers=layers).to_dict()
     differ = differences(theirs, ours)
     before, after = theirs["num_hidden_layers"], ours["num_hidden_layers"]
-    if differ or after <= before:
+    is_another = config != str(folder) and after == before
+    if layers and not differ and after < before:
+        raise UserError(f"model.layers: {layers}, and model.weights has {before}: a model gets more layers, not fewer")
+    if differ or is_another or after < before:
         what = "; ".join(differ) or f"{after} layers here, {before} there"
         raise UserError(
             f"model.config: '{config}', and model.weights has a configuration of its own; leave one out, or name the "

@@ -326,6 +326,10 @@ def test_the_exported_configuration_with_another_number_will_do(shop: Shop) -> N
     config = json.loads((shop.folder / "young" / "model" / "config.json").read_text())
     (shop.folder / "exported.json").write_text(json_text({**config, "num_hidden_layers": 10}))
     check_job(young_of(shop.folder / "young"), load_job(shop.job("exported", config="exported.json")))
+    job = shop.job("layers", config="young/model")
+    assert "has 8 layers, " in shop.complaint(shop.folder / "young", job)
+    job.write_text(job.read_text().replace("[model]", "[model]\nlayers = 10"))
+    check_job(young_of(shop.folder / "young"), load_job(job))
 
 
 def test_what_does_not_fit_is_one_line(shop: Shop) -> None:

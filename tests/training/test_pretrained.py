@@ -40,13 +40,17 @@ def test_the_first_loss_is_that_of_transformers(family: str, tmp_path: Path) -> 
     assert losses.found[0] != pytest.approx(expected, rel=100 * NEAR), "without, weights are random"
 
 
-def test_a_deeper_model_begins_with_copies_of_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_written", [True, False])
+def test_a_deeper_model_begins_with_copies_of_layers(is_written: bool, tmp_path: Path) -> None:
     folder, deeper = folder_of("qwen3", tmp_path / "model"), tmp_path / "deeper"
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_hidden_layers": 8, "layer_types": config["layer_types"][:1] * 8}
-    deeper.mkdir()
-    (deeper / "config.json").write_text(json.dumps(config))
-    job = job_in(tmp_path, folder, model=ModelConfig(config=str(deeper), weights=str(folder)), iterations=1)
+    model = ModelConfig(layers=8, weights=str(folder))
+    if is_written:
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"num_hidden_layers": 8, "layer_types": config["layer_types"][:1] * 8}
+        deeper.mkdir()
+        (deeper / "config.json").write_text(json.dumps(config))
+        model = ModelConfig(config=str(deeper), weights=str(folder))
+    job = job_in(tmp_path, folder, model=model, iterations=1)
     run_setup = build_run(replace(job, learning=replace(job.learning, rate=1e-30)))
     (loss,) = trained(run_setup, "virtual")
     made, weights = tmp_path / "run" / "model", AutoModelForCausalLM.from_pretrained(folder).state_dict()
@@ -107,6 +111,8 @@ def test_what_does_not_fit_is_said_in_one_line(tmp_path: Path, monkeypatch: pyte
     folder = folder_of("llama", tmp_path / "model")
     with pytest.raises(UserError, match=r"model\.config: 'llama-30m', and model\.weights has a"):
         build_run(job_in(tmp_path, folder, model=ModelConfig(config="llama-30m", weights=str(folder))))
+    with pytest.raises(UserError, match=r"model\.layers: 2, and model\.weights has 5: a model gets more layers, not"):
+        build_run(job_in(tmp_path, folder, model=ModelConfig(layers=2, weights=str(folder))))
     job = job_in(tmp_path, folder)
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()

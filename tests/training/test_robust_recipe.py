@@ -46,12 +46,13 @@ MODEL = {
     "num_key_value_heads": 4,
     "head_dim": 12,
     "max_position_embeddings": 128,
+    "num_hidden_layers": STAGES,
 }
 JOB = """
 output = "{folder}/run-{layers}"
 iterations = {iterations}
 cluster = "datacentre:{nodes}"
-model.config = "{folder}/{layers}.json"
+model = {{ config = "{folder}/model.json", layers = {layers} }}
 data = {{ texts = ["{folder}/text.txt"], vocabulary = 400, folder = "{folder}/tokens" }}
 batch = {{ sequence = 32, samples = 8, microbatches = 30 }}
 pipeline = {{ {skip}stages = {layers}, max_slots = 6, budget_s = 0.5 }}
@@ -136,11 +137,11 @@ def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
 
 def write_jobs(folder: Path) -> list[Path]:
     """Of the smaller model and of the whole one."""
+    (folder / "model.json").write_text(json.dumps(MODEL))
     for name, text, characters in (("text.txt", "classics", 300_000), ("unseen.txt", "classics-val", 10_000)):
         (folder / name).write_text("".join(piece.text for piece in source(text).pieces())[:characters])
     jobs = []
     for layers, iterations, nodes, skip in ((YOUNG, SMALL, 4, 'skip = "0", '), (STAGES, WHOLE, 7, "")):
-        (folder / f"{layers}.json").write_text(json.dumps({**MODEL, "num_hidden_layers": layers}))
         said = {"folder": folder, "layers": layers, "nodes": nodes, "iterations": iterations, "whole": WHOLE}
         jobs.append(folder / f"{layers}.toml")
         jobs[-1].write_text(JOB.format(**said, skip=skip))
