@@ -139,7 +139,7 @@ class Cluster:
         return isinstance(other, Cluster) and self.to_json() == other.to_json()
 
     def __hash__(self) -> int:
-        return hash(self.fingerprint)
+        return hash((self.name, len(self.nodes)))  # the text of a thousand nodes takes seconds
 
     @cached_property
     def number(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,6 +115,12 @@ class CostModel:
     def averaging_ns(self, stage: int, averaging: Averaging) -> int:
         """How long nodes average that are done at the same time."""
         return transfers.takes_ns(self, stage, averaging)
+
+
+@lru_cache(maxsize=4)
+def shared_cost_model(cluster: Cluster, workload: Workload, layers: tuple[int, ...]) -> CostModel:
+    """The same for all plans and problems that are compared; it is not to be changed."""
+    return cost_model_of(cluster, workload, layers)
 
 
 def cost_model_of(

@@ -321,7 +321,7 @@ class _Walk:
         number_of = {transfer: number for number, transfer in enumerate(transfers)}
         needs: list[list[int]] = [[] for _ in transfers]
         for number in range(len(transfers)):
-            for following in schedule.after[schedule.first_after[number] : schedule.first_after[number + 1]].tolist():
+            for following in schedule.followers(number).tolist():
                 needs[following].append(number)
 
         def last_of(moment_ns: int, numbers: Iterable[int]) -> int | None:

@@ -16,7 +16,7 @@ from typing import Any
 from skippipe import constraints
 from skippipe.cluster import Cluster
 from skippipe.collectives.schedule import Averaging, Piece
-from skippipe.cost_model import CostModel, cost_model_of, ns, seconds
+from skippipe.cost_model import CostModel, ns, seconds, shared_cost_model
 from skippipe.dispatch import Dispatch
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, json_text, read_as, write_text
@@ -134,7 +134,7 @@ class Plan:
 
     @cached_property
     def costs(self) -> CostModel:
-        return cost_model_of(self.cluster, self.workload, self.layers)
+        return shared_cost_model(self.cluster, self.workload, self.layers)
 
     @cached_property
     def averagings(self) -> tuple[Averaging, ...]:

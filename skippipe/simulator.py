@@ -49,6 +49,8 @@ class IterationTimes:
     last_backward_ns: int
     averaging_ns: tuple[tuple[int, int], ...]
     """Start and end of each stage's averaging; empty if not counted."""
+    done_ns: Ints
+    """[node]: end of its last task; 0 if it has none."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +187,10 @@ class PlacementCosts:
                 "they wait for; put fewer lanes through the full nodes ('skippipe check' names them)"
             )
         if self.timing is Timing.CONTENTION_ONLY:
-            return IterationTimes(int(last_ns), int(last_ns), ())
+            return IterationTimes(int(last_ns), int(last_ns), (), done_ns)
         averaging = self.averaging_spans(done_ns, free_ns)
-        return IterationTimes(max(end for _, end in averaging) + self.step_ns, int(last_ns), averaging)
+        iteration_ns = max(end for _, end in averaging) + self.step_ns
+        return IterationTimes(iteration_ns, int(last_ns), averaging, done_ns)
 
 
 def _averaging_spans(costs: CostModel, averagings: Sequence[Averaging]) -> Callable[[Ints, FreeLinks], Spans]:
@@ -242,10 +245,10 @@ def simulate(plan: Plan, timing: Timing = Timing.FULL) -> Timeline:
     )
 
 
-def simulated_ns(plan: Plan) -> int:
-    """The length of the iteration alone, under full timing: of many nodes, what links carry takes longer to add up than
-    to simulate."""
-    return _run(plan, Timing.FULL, planned_teacher_paths(plan))[0].iteration_ns
+def simulated_times(plan: Plan, timing: Timing = Timing.FULL) -> IterationTimes:
+    """The main figures of the same iteration: of many nodes, the whole timeline takes longer to write down than to
+    simulate."""
+    return _run(plan, timing, planned_teacher_paths(plan))[0]
 
 
 def _run(plan: Plan, timing: Timing, teacher: Mapping[int, NodePath]) -> tuple[IterationTimes, Ints]:

@@ -33,9 +33,12 @@ class Columns(NamedTuple):
     """The node of the plan, as is the next."""
     receiver: Ints
     missing: Ints
-    """How many transfers it waits for."""
+    """How many transfers and joins it waits for."""
+    joins: Ints
+    """[join]: how many transfers it waits for. Where each of many transfers waits for the same ones, these lead to a
+    join, and to nothing else, and the many wait for that; it takes no time. Joins are numbered after the transfers."""
     pairs: Ints
-    """[pair, (number, number)]: a transfer, and one that waits for it."""
+    """[pair, (number, number)]: a transfer or a join, and one that waits for it."""
 
 
 def columns_of(averaging: Averaging) -> Columns:
@@ -51,7 +54,7 @@ def columns_of_schedule(averaging: Averaging) -> Columns:
     pairs = [(before, number) for number, each in enumerate(schedule.needs) for before in each]
     rounds = piece // len(schedule.shares)
     columns = own, rounds, total, level, piece, nodes[sender], nodes[receiver], missing
-    return Columns(*columns, np.array(pairs, np.int64).reshape(-1, 2))
+    return Columns(*columns, np.empty(0, np.int64), np.array(pairs, np.int64).reshape(-1, 2))
 
 
 def columns_of_stars(averaging: Averaging) -> Columns:
@@ -74,20 +77,27 @@ def columns_of_stars(averaging: Averaging) -> Columns:
     pieces = np.concatenate([piece, piece[by], piece, piece[by]])
     sender = np.concatenate([leaf, relay[by], root, relay[by]])
     receiver = np.concatenate([np.where(straight, root, relay), root[by], np.where(straight, leaf, relay), leaf[by]])
-    order = np.lexsort((np.concatenate([leaf, leaf[by], leaf, leaf[by]]), receiver, sender, pieces, level, total))
+    order = _order(total, level, pieces, sender, receiver, np.concatenate([leaf, leaf[by], leaf, leaf[by]]))
     numbers = np.empty(len(order), np.int64)
     numbers[order] = np.arange(len(order))
     first, passed, back, passed_back = np.split(numbers, np.cumsum([len(leaf), len(by), len(leaf)]))
     arrives = first.copy()
     arrives[by] = passed
-    arriving, leaving = (each.reshape(len(roots), size - 1) for each in (arrives, back))
-    pairs = [np.stack([first[by], passed], 1), np.stack([back[by], passed_back], 1)]
-    grid = np.broadcast_arrays(arriving[:, :, None], leaving[:, None, :])
-    pairs.append(np.stack([each.ravel() for each in grid], 1))
-    waits = np.concatenate([zeros, ones[by], (size - 1) * ones, ones[by]])
+    join = len(order) + piece  # all contributions to a piece are there before its total leaves
+    before = np.concatenate([first[by], back[by], arrives, join])
+    pairs = np.stack([before, np.concatenate([passed, passed_back, join, back])], 1)
+    waits = np.concatenate([zeros, ones[by], ones, ones[by]])
     own = np.concatenate([ones, zeros[by], ones, zeros[by]])
     columns = own, np.zeros_like(own), total, level, pieces, nodes[sender], nodes[receiver], waits
-    return Columns._make([*(each[order] for each in columns), np.concatenate(pairs)])
+    return Columns._make([*(each[order] for each in columns), np.full(len(roots), size - 1), pairs])
+
+
+def _order(*keys: Ints) -> Ints:
+    """The order by these keys, the first one first, none of them negative; what is alike stays in order."""
+    key = np.zeros(len(keys[0]), np.int64)
+    for each in keys:  # the ranges of all together are far below 2**63
+        key = key * (each.max(initial=0) + 1) + each
+    return np.argsort(key, kind="stable")
 
 
 class TransferTimes(NamedTuple):
@@ -135,38 +145,50 @@ class MergedSchedule:
     """The node that sends, as in the plan, like the next."""
     receivers: Ints
     missing: Ints
-    """How many transfers it waits for."""
+    """[transfer or join], as is the next: how many of them it waits for; see `Columns.joins`."""
     first_after: Ints
-    """The place in `after` at which those begin that wait for it; one more entry than transfers."""
+    """The place in `after` at which those begin that wait for it; one more entry than transfers and joins."""
     after: Ints
-    """Transfers that wait for one."""
+    """Transfers and joins that wait for one; only transfers wait for a join."""
 
     @classmethod
     def of(cls, averagings: Sequence[Averaging]) -> MergedSchedule:
         columns = [columns_of(each) for each in averagings]
-        sizes = [len(each.own) for each in columns]
-        first = np.cumsum([0, *sizes], dtype=np.int64)
-        own, rounds, total, level, piece, sender, receiver, missing, _ = map(np.concatenate, zip(*columns, strict=True))
-        of_stage = np.repeat(np.arange(len(averagings)), sizes)
-        numbers = np.arange(len(total)) - first[of_stage]
-        order = np.lexsort((numbers, of_stage, level, total, rounds, own))
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order))
-        pairs = [each.pairs + first[stage] for stage, each in enumerate(columns)]
-        needed, needing = rank[np.concatenate(pairs)].reshape(-1, 2).T
-        by_needed = np.argsort(needed, kind="stable")
-        ends = np.searchsorted(needed[by_needed], np.arange(len(order) + 1))
+        own, rounds, total, level, piece, sender, receiver, missing, joins, _ = map(
+            np.concatenate, zip(*columns, strict=True)
+        )
+        sizes = np.array([(len(each.own), len(each.joins)) for each in columns], np.int64).reshape(-1, 2)
+        first, first_join = (np.cumsum(sizes, axis=0) - sizes + [0, len(own)]).T
+        of_stage = np.repeat(np.arange(len(averagings)), sizes[:, 0])
+        order = _order(own, rounds, total, level)  # and then by stage and number, as they are now
+        ranks = np.arange(len(own) + len(joins))
+        ranks[order] = np.arange(len(own))
+        pairs = []
+        for stage, each in enumerate(columns):
+            past = len(each.own)
+            is_join = each.pairs >= past
+            pairs.append(ranks[each.pairs + np.where(is_join, first_join[stage] - past, first[stage])])
+        needed, needing = np.concatenate(pairs).T
         return cls(
             number=len(averagings),
             stages=of_stage[order],
-            numbers=numbers[order],
+            numbers=(np.arange(len(own)) - first[of_stage])[order],
             pieces=piece[order],
             senders=sender[order],
             receivers=receiver[order],
-            missing=missing[order],
-            first_after=ends,
-            after=needing[by_needed],
+            missing=np.concatenate([missing[order], joins]),
+            first_after=np.concatenate([[0], np.cumsum(np.bincount(needed, minlength=len(ranks)))]),
+            after=needing[np.argsort(needed, kind="stable")],
         )
+
+    def followers(self, number: int) -> Ints:
+        """The transfers that wait for this one, also by way of a join."""
+        found = self._after(number)
+        joins = found[found >= len(self.senders)]
+        return np.concatenate([found[found < len(self.senders)], *map(self._after, joins)])
+
+    def _after(self, number: int) -> Ints:
+        return self.after[self.first_after[number] : self.first_after[number + 1]]
 
     def run(self, done_ns: Ints, times: TransferTimes, free_ns: FreeLinks, record: Ints = NO_RECORD) -> Ints:
         """[stage]: when its last transfer has arrived; 0 if it has none. See `run_schedule`."""
@@ -211,7 +233,7 @@ def run_schedule(
     transfers = len(senders)
     recording = len(record) > 0
     waits = missing.copy()
-    ready_ns = np.empty(transfers, np.int64)
+    ready_ns = np.zeros(len(missing), np.int64)
     starts_ns = np.empty(transfers, np.int64)
     times, numbers = np.empty(transfers, np.int64), np.empty(transfers, np.int64)
     queued = 0
@@ -249,12 +271,18 @@ def run_schedule(
         ends_ns[stages[number]] = max(ends_ns[stages[number]], arrived_ns)
         if recording:
             record[number, 2], record[number, 3] = starts_ns[number] + transmit_ns[number], arrived_ns
-        for at in range(first_after[number], first_after[number + 1]):
+        at, end = first_after[number], first_after[number + 1]
+        while at < end:
             following = after[at]
+            at += 1
             ready_ns[following] = max(ready_ns[following], arrived_ns)
             waits[following] -= 1
-            if waits[following] == 0:
+            if waits[following] > 0:
+                continue
+            if following < transfers:
                 queued = push(times, numbers, queued, ready_ns[following], following)
+            else:  # a join, and the transfer leads to nothing else
+                arrived_ns, at, end = ready_ns[following], first_after[following], first_after[following + 1]
 
 
 class LinkCosts(Protocol):
@@ -319,9 +347,12 @@ def transfer_loads(costs: LinkCosts, averagings: Sequence[tuple[int, Averaging]]
 
 def transmit_ns(size_bytes: Ints | int, bandwidth: Floats, least_ns: int = 1) -> Ints:
     """Time for which messages of so many bytes keep links busy; NEVER_NS where there is none."""
-    with np.errstate(divide="ignore", over="ignore"):
-        taken = np.where(bandwidth > 0, np.rint(size_bytes / bandwidth * 1e9), NEVER_NS)
-    return taken.clip(least_ns, NEVER_NS).astype(np.int64)
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        taken = np.asarray(size_bytes / bandwidth)
+        taken *= 1e9
+    np.rint(taken, out=taken)
+    np.fmin(taken, NEVER_NS, out=taken)  # where there is no bandwidth, it is infinite or no number
+    return np.maximum(taken, least_ns, out=taken).astype(np.int64)
 
 
 def averaged_ns(costs: LinkCosts, stage: int, averaging: Averaging, done_ns: Ints) -> int:

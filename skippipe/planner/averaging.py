@@ -14,8 +14,7 @@ from skippipe.cost_model import CostModel
 from skippipe.errors import UserError
 from skippipe.jit import Ints
 from skippipe.plan import Plan, Stage
-from skippipe.simulator import simulate, simulated_ns
-from skippipe.timeline import Timing
+from skippipe.simulator import simulated_times
 
 ROUNDS = 3  # in which every stage is divided anew, beside what the others send
 
@@ -25,10 +24,10 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
     exchange, or one by way of relays. `orders` of rings are tried, too. A thorough choice takes most of a second."""
     costs = plan.costs
     try:
-        first = simulate(plan, Timing.FULL)
+        first = simulated_times(plan)
     except UserError:  # lanes that lock up
         return plan
-    done_ns = np.array(first.done_ns(len(plan.cluster)), np.int64)
+    done_ns = first.done_ns
     orders = orders or [stage.ring for stage in plan.stages]
     best_ns, best = first.iteration_ns, [stage.averaging for stage in plan.stages]
 
@@ -37,7 +36,7 @@ def averaging_fastest(plan: Plan, orders: Sequence[tuple[int, ...]] | None = Non
 
     def is_better(averagings: list[Averaging]) -> bool:
         nonlocal best_ns, best
-        taken_ns = simulated_ns(with_averaging(averagings))
+        taken_ns = simulated_times(with_averaging(averagings)).iteration_ns
         better = taken_ns < best_ns
         if better:
             best_ns, best = taken_ns, averagings

@@ -21,7 +21,7 @@ import numpy as np
 from skippipe.cluster import Cluster
 from skippipe.collectives.schedule import Averaging
 from skippipe.constraints import MAX_SWAPS
-from skippipe.cost_model import CostModel, cost_model_of, device_bytes, room_of
+from skippipe.cost_model import CostModel, device_bytes, room_of, shared_cost_model
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
 from skippipe.optim import DEFAULT
@@ -180,7 +180,7 @@ class Problem:
 
     @cached_property
     def costs(self) -> CostModel:
-        return cost_model_of(self.cluster, self.workload, self.layers)
+        return shared_cost_model(self.cluster, self.workload, self.layers)
 
     @property
     def lane_unit(self) -> int:

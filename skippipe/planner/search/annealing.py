@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
+from operator import itemgetter
 
 import numpy as np
 
 from skippipe.dispatch import Dispatch
-from skippipe.errors import Infeasible
+from skippipe.errors import Infeasible, UserError
 from skippipe.jit import Floats, Ints, cores, kernel
 from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
@@ -43,7 +44,7 @@ from skippipe.planner.search.state import (
     state_of,
     tables_of,
 )
-from skippipe.simulator import simulate
+from skippipe.simulator import simulate, simulated_times
 from skippipe.timeline import Timing
 from skippipe.validate import validate
 
@@ -162,15 +163,26 @@ class Incumbent:
     def __init__(self, problems: Sequence[Problem], starts: Sequence[Plan]) -> None:
         self._problems = problems
         self._estimate_ns = INFINITE_NS
-        self.plan = min(_promised(starts, problems[0]), key=_seconds_and_nodes)
+        self.plan = min(_promised(starts, problems[0].timing), key=_time_and_nodes)
 
     def update(self, leader: Chain) -> None:
         """Take the best state of the chain that is ahead into account."""
         if leader.best_ns < self._estimate_ns:
             self._estimate_ns = leader.best_ns
-            problem = self._problems[leader.variant]
-            found = _promised(plans_of(problem, leader.best, "best"), problem)
-            self.plan = min([self.plan, *found], key=_seconds_and_nodes)
+            self.take_better(plans_of(self._problems[leader.variant], leader.best, "best"))
+
+    def take_better(self, plans: Iterable[Plan]) -> None:
+        """The best of these, if it is valid and better. Only that one gets a whole timeline, which takes longest."""
+        timing, ranked = self._problems[0].timing, []
+        for plan in plans:
+            with suppress(UserError):  # lanes that lock up
+                ranked.append((simulated_times(plan, timing).iteration_ns, len(plan.stage_of), plan))
+        for *rank, plan in sorted(ranked, key=itemgetter(0, 1)):
+            if tuple(rank) >= _time_and_nodes(self.plan):
+                return
+            if not validate(plan):
+                self.plan = plan.promising(simulate(plan, timing))
+                return
 
 
 def search(
@@ -249,9 +261,13 @@ def improve(
 
     search(chains, changes, stopped, stall_limit=stall_limit, on_round=on_round)
     found = [plan for chain in chains for plan in plans_of(problems[chain.variant], chain.best, "best")]
-    distinct = dict.fromkeys([*starts, *found])  # chains that restarted from the same best may not have left it
-    promised = [*_promised(distinct, problem), incumbent.plan]
-    return replace(min(promised, key=lambda plan: _seconds_and_nodes(plan, jitter)), strategy="best")
+    distinct = dict.fromkeys(found)  # chains that restarted from the same best may not have left it
+    if jitter is None:
+        incumbent.take_better(distinct)
+        return replace(incumbent.plan, strategy="best")
+    promised = [*_promised([*starts, *distinct], problem.timing), incumbent.plan]
+    tails = [(spread_of(plan, problem.timing, jitter).tail_ns, len(plan.stage_of)) for plan in promised]
+    return replace(promised[tails.index(min(tails))], strategy="best")
 
 
 def _placement_moves(problem: Problem, keep_stages: bool) -> set[Move]:
@@ -301,14 +317,13 @@ def _tables(problems: Sequence[Problem], most_layers: int) -> list[Tables]:
     ]
 
 
-def _promised(plans: Iterable[Plan], problem: Problem) -> list[Plan]:
+def _promised(plans: Iterable[Plan], timing: Timing) -> list[Plan]:
     """Those that are valid, each with its promise."""
-    return [plan.promising(simulate(plan, problem.timing)) for plan in plans if not validate(plan)]
+    return [plan.promising(simulate(plan, timing)) for plan in plans if not validate(plan)]
 
 
-def _seconds_and_nodes(plan: Plan, jitter: Jitter | None = None) -> tuple[int, int]:
-    taken_ns = spread_of(plan, plan.promise.timing, jitter).tail_ns if jitter else plan.promise.iteration_ns
-    return taken_ns, len(plan.stage_of)
+def _time_and_nodes(plan: Plan) -> tuple[int, int]:
+    return plan.promise.iteration_ns, len(plan.stage_of)
 
 
 def variants(problem: Problem, layers: tuple[int, ...]) -> list[Problem]:

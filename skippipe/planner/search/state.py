@@ -16,7 +16,7 @@ import numpy as np
 from skippipe.cluster import Cluster
 from skippipe.collectives.topology import all_relays, relay_rates
 from skippipe.constraints import MAX_SWAPS
-from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of
+from skippipe.cost_model import NEVER_NS, CostModel, cost_model_of, shared_cost_model
 from skippipe.dispatch import Dispatch
 from skippipe.jit import Flags, Floats, Ints, inner_kernel, kernel
 from skippipe.plan import Lane, Plan, Stage
@@ -281,7 +281,7 @@ def plans_of(problem: Problem, state: State, strategy: str) -> list[Plan]:
     lanes = lanes_of(state)
     used = {node for lane in lanes for node in lane.path}
     layers = tuple(state.layers.tolist())
-    costs = cost_model_of(problem.cluster, problem.workload, layers)
+    costs = shared_cost_model(problem.cluster, problem.workload, layers)
     rings = [row[:size].tolist() for row, size in zip(state.ring, state.size, strict=True)]
     all_rings = [tuple(node for node in ring if costs.slots[stage, node]) for stage, ring in enumerate(rings)]
     at_work = [tuple(node for node in ring if node in used) for ring in all_rings]
