@@ -17,7 +17,7 @@ from skippipe.errors import UserError
 from skippipe.inference.request import Detokenizer, FinishReason, SamplingParams, TokenLogprobs
 from skippipe.serving.gateway_thread import GatewayThread
 from skippipe.serving.grammar import GrammarCompiler
-from skippipe.serving.scheduler import SequenceRequest, SequenceState, TokenConstraint
+from skippipe.serving.sequence import SequenceRequest, SequenceState, TokenConstraint
 
 TEMPLATE_S = 5.0
 """Deadline of a chat template: it is a program that comes with the model, and may loop for ever."""

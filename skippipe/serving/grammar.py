@@ -13,7 +13,7 @@ from typing import Any
 
 from skippipe.errors import UserError, require
 from skippipe.inference.request import FinishReason
-from skippipe.serving.scheduler import TokenConstraint
+from skippipe.serving.sequence import TokenConstraint
 
 ANY_OBJECT = {"type": "object"}
 OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}  # bounded: weak models write blanks for ever where they may

@@ -31,7 +31,8 @@ from skippipe.runtime.messages import (
 )
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.node import ServingConfig
-from skippipe.serving.scheduler import EngineFull, SequenceRequest
+from skippipe.serving.scheduler import EngineFull
+from skippipe.serving.sequence import SequenceRequest
 from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.members import MemberStore
