@@ -224,8 +224,13 @@ class ResponseFormat(_Object):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("invalid_value", "belongs to the type 'json_schema'", {"field": "json_schema"})
+        context = {"field": "json_schema"}
+        if self.type == "json_schema" and self.json_schema is None:
+            message = "missing; add an object that has the schema in its field 'schema'"
+            raise PydanticCustomError("missing_required_parameter", message, context)
+        if self.type != "json_schema" and self.json_schema is not None:
+            message = "only for the type 'json_schema': make it that, or leave this out"
+            raise PydanticCustomError("invalid_value", message, context)
         return self
 
     @property
