@@ -124,6 +124,10 @@ class RequestRefused(Exception):
     """The queue is full, or too few stages are left; the argument says which, for people."""
 
 
+class SchemaTooComplex(UserError):
+    """An answer could not be held to its schema to the end."""
+
+
 class UnknownTools(UserError):
     """Tools, for a model whose chat template knows none."""
 
@@ -160,7 +164,8 @@ class EngineClient(Protocol):
         """What holds an answer to a JSON schema; UserError if that cannot be done."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Output by output; the last one has a finish reason. Closing the iterator cancels. Raises RequestRefused."""
+        """Output by output; the last one has a finish reason. Closing the iterator cancels. Raises RequestRefused, or
+        SchemaTooComplex."""
 
 
 @contextmanager
@@ -275,6 +280,8 @@ class AsyncEngine:
                 if isinstance(update, Exception):
                     raise RequestRefused(str(update)) from None
                 reason = update.finish_reason
+                if reason is FinishReason.TOO_COMPLEX:
+                    raise SchemaTooComplex("the schema is too complex to hold an answer to it: make it smaller")
                 if reason in REFUSALS:
                     raise RequestRefused(REFUSALS[reason])
                 text, before = "", num_tokens

@@ -19,7 +19,7 @@ class TokenConstraint(Protocol):
     def accepts(self, token: int) -> bool: ...
 
     def append(self, token: int) -> FinishReason | None:
-        """The answer has another token; STOP if it is complete with it, FAILED if nothing can follow."""
+        """The answer has another token; STOP if it is complete with it, TOO_COMPLEX if it cannot be followed."""
 
 
 @dataclass(frozen=True)
