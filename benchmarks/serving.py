@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import sys
 import tempfile
 import time
@@ -147,6 +148,8 @@ class Bench:
         self._model = model
         self.phases: list[Phase] = []
         self.nodes = 0
+        self.recomputed_share = 0.0
+        """Of all tokens that were computed, those that had been computed before and were lost."""
 
     async def run(self) -> tuple[Load, Counter[str]]:
         async with AsyncExitStack() as stack:
@@ -165,6 +168,7 @@ class Bench:
                     group.create_task(load.client(number))
                 await self._phases()
                 load.over = True
+            self.recomputed_share = await self._recomputed()
             return load, await junk(ask, self._model, self._asked.junk)
 
     async def _phases(self) -> None:
@@ -210,18 +214,33 @@ class Bench:
     async def _all_there(self) -> float:
         """Seconds until every node is."""
         began = time.monotonic()
-        async with asyncio.timeout(2 * HUNG_S), httpx2.AsyncClient(base_url=self._server.address) as ask:
+        async with asyncio.timeout(2 * HUNG_S):
             while True:
-                headers = {"Authorization": f"Bearer {TOKEN}"}
-                lines = (await ask.get("/metrics", headers=headers, timeout=HUNG_S)).text.splitlines()
-                there = next(float(line.split()[1]) for line in lines if line.startswith("skippipe_gateway_nodes "))
                 self.nodes = self.nodes or self._started()
-                if there == self.nodes:
+                if metric(await self._metrics(), "stage_nodes") == self.nodes:
                     return time.monotonic() - began
                 await asyncio.sleep(LOOK_S)
 
+    async def _recomputed(self) -> float:
+        text = await self._metrics()
+        again = metric(text, "recomputed_tokens_total")
+        return again / (again + metric(text, "prompt_tokens_total") + metric(text, "generation_tokens_total"))
+
+    async def _metrics(self) -> str:
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        async with httpx2.AsyncClient(base_url=self._server.address, headers=headers, timeout=HUNG_S) as ask:
+            return (await ask.get("/metrics")).text
+
     def _started(self) -> int:
         return int(self._server.says(r"(\d+) nodes of this machine")[1])
+
+
+def metric(text: str, name: str) -> float:
+    """The value of a metric in the text that /metrics gives; of one with labels, the sum of all."""
+    found = re.findall(rf"^skippipe_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+    if not found:
+        raise ValueError(f"/metrics has no skippipe_{name}")
+    return sum(map(float, found))
 
 
 class _Timed:
@@ -411,12 +430,14 @@ def main() -> int:
     rows = rows_of(bench.phases, load.answers)
     if asked.json:
         said = {"phases": [asdict(row) for row in rows], "others": load.others, "junk": dict(junk_statuses)}
-        print(json.dumps({"clients": asked.clients, "nodes": bench.nodes, **said}))
+        share = {"recomputed_share": bench.recomputed_share}
+        print(json.dumps({"clients": asked.clients, "nodes": bench.nodes, **share, **said}))
     else:
         print(table(rows))
         for row in rows:
             print(f"{row.phase}: {row.note}" if row.note else row.phase)
         print(f"whole answers that were another than before: {load.others}")
+        print(f"tokens that were computed again, of all: {bench.recomputed_share:.1%}")
         print(f"junk: {', '.join(f'{count} × {status}' for status, count in sorted(junk_statuses.items()))}")
     bad = sum(each.outcome in ("broken", "hung") for each in load.answers)
     return int(bool(bad or load.others or junk_statuses["wrong"] or not junk_statuses["well afterwards"]))

@@ -175,7 +175,7 @@ def serve(
     import torch
 
     torch.set_num_threads(1)  # nodes are forked from here
-    from skippipe.inference.checkpoint_loader import fingerprint, read_outline
+    from skippipe.inference.checkpoint_loader import context_of, fingerprint, read_outline
     from skippipe.model.model_spec import parse_devices
     from skippipe.serving.launcher import ServeApp, ServeConfig
     from skippipe.serving.node import ServingConfig
@@ -185,7 +185,7 @@ def serve(
         parse_devices(device)
     outline = read_outline(checkpoint, cut)
     model_config, layers = outline.spec.config, outline.layers
-    max_context = context or model_config.max_position_embeddings
+    max_context = context_of(model_config, context)
     node_config = ServingConfig(
         checkpoint=str(outline.place.resolve()),
         layers=layers,

@@ -6,6 +6,7 @@ first one holds embedding and head. Weights have their names of the whole model,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -39,6 +40,7 @@ from skippipe.model.stand_ins import is_stand_in
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
 
+log = logging.getLogger(__name__)
 _Language: Any = AutoModelForCausalLM  # untyped
 _Tokenizer: Any = AutoTokenizer
 WEIGHTS = ".weights.safetensors"  # suffix of a checkpoint's files with weights
@@ -122,6 +124,7 @@ def _load(
     weights = _checkpoint_weights(place) if (place / MANIFEST).is_file() else _folder_weights(place, spec.config)
     beside = stored_values(place) if outline.stand_ins else 0
     whole_bytes = 4 * (sum(each.numel() for each in weights.values()) + beside)
+    attended = context_of(spec.config, context)
     found = []
     for devices in groups(whole_bytes):
         spread = SpreadLayers(devices, whole_bytes)
@@ -131,9 +134,31 @@ def _load(
             _add_stand_ins(stage, outline, number)
             _fill(stage, weights, place)
             stages.append(spread.place(stage))
-        attended = context or spec.config.max_position_embeddings
         found.append(StagedModel(stages, tokenizer, prefix, attended, devices[0]))
     return found
+
+
+def context_of(config: Any, wanted: int | None) -> int:
+    """Tokens that a model of this configuration attends to, at most; a warning if it is not made for so many."""
+    longest = longest_context(config)
+    if wanted is not None and wanted > longest:
+        log.warning(
+            "--context %s: by its config the model is made for %s tokens (max_position_embeddings and rope_scaling); "
+            "answers to longer texts may be nonsense",
+            *(f"{wanted:,}", f"{longest:,}"),
+        )
+    return wanted or int(config.max_position_embeddings)
+
+
+def longest_context(config: Any) -> int:
+    """Tokens that a model is made for: as vLLM counts, more than `max_position_embeddings` if these are stretched."""
+    rope, length = getattr(config, "rope_parameters", None) or {}, int(config.max_position_embeddings)
+    match rope.get("rope_type"):
+        case "linear":
+            return max(length, int(length * rope["factor"]))
+        case "yarn":
+            return max(length, int((rope.get("original_max_position_embeddings") or length) * rope["factor"]))
+    return length
 
 
 def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = True) -> CheckpointOutline:

@@ -79,6 +79,8 @@ class FinishReason(Enum):
     """Too few stages were there for too long."""
     FAILED = "failed"
     """No node could compute it."""
+    TOO_COMPLEX = "too_complex"
+    """What constrains it became too complex to be followed."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from skippipe.errors import UserError
 from skippipe.inference.request import Detokenizer, FinishReason, SamplingParams, TokenLogprobs
 from skippipe.serving.gateway_thread import GatewayThread
 from skippipe.serving.grammar import GrammarCompiler
-from skippipe.serving.scheduler import SequenceRequest, SequenceState, TokenConstraint
+from skippipe.serving.sequence import SequenceRequest, SequenceState, TokenConstraint
 
 TEMPLATE_S = 5.0
 """Deadline of a chat template: it is a program that comes with the model, and may loop for ever."""
@@ -79,17 +79,20 @@ class _Update(NamedTuple):
     """A sequence at the moment when it has another token or ends."""
 
     tokens: list[int]
+    """Those that have come since the update before: what waits for a client that reads slowly is no more than these."""
     logprobs: list[TokenLogprobs]
+    """Log-probabilities of these, if they were asked for."""
     num_stages: int
     missing: tuple[int, ...]
     queue_s: float
     finish_reason: FinishReason | None
 
     @classmethod
-    def of(cls, sequence: SequenceState) -> _Update:
+    def of(cls, sequence: SequenceState, known: int) -> _Update:
+        """An update for a client that knows so many tokens of the answer."""
         return cls(
-            sequence.output_tokens,
-            sequence.logprobs[:],
+            sequence.tokens[len(sequence.request.prompt) + known :],
+            sequence.logprobs[known:],
             sequence.num_stages,
             tuple(sorted(sequence.missing)),
             (sequence.queue_ns or 0) / 1e9,
@@ -119,6 +122,10 @@ class StageCoverage:
 
 class RequestRefused(Exception):
     """The queue is full, or too few stages are left; the argument says which, for people."""
+
+
+class SchemaTooComplex(UserError):
+    """An answer could not be held to its schema to the end."""
 
 
 class UnknownTools(UserError):
@@ -157,7 +164,8 @@ class EngineClient(Protocol):
         """What holds an answer to a JSON schema; UserError if that cannot be done."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
-        """Output by output; the last one has a finish reason. Closing the iterator cancels. Raises RequestRefused."""
+        """Output by output; the last one has a finish reason. Closing the iterator cancels. Raises RequestRefused, or
+        SchemaTooComplex."""
 
 
 @contextmanager
@@ -254,8 +262,13 @@ class AsyncEngine:
             with contextlib.suppress(RuntimeError):  # the loop is closed: no request waits any more
                 loop.call_soon_threadsafe(updates.put_nowait, update)
 
+        known = 0
+
         def updated(sequence: SequenceState) -> None:
-            put(_Update.of(sequence))
+            nonlocal known
+            update = _Update.of(sequence, known)
+            known += len(update.tokens)
+            put(update)
 
         wanted = SequenceRequest(request.prompt, request.max_tokens, end_tokens, request.sampling, request.constraint)
         self.gateway.submit(wanted, updated, put)
@@ -267,10 +280,12 @@ class AsyncEngine:
                 if isinstance(update, Exception):
                     raise RequestRefused(str(update)) from None
                 reason = update.finish_reason
+                if reason is FinishReason.TOO_COMPLEX:
+                    raise SchemaTooComplex("the schema is too complex to hold an answer to it: make it smaller")
                 if reason in REFUSALS:
                     raise RequestRefused(REFUSALS[reason])
                 text, before = "", num_tokens
-                for token in update.tokens[num_tokens:]:
+                for token in update.tokens:
                     num_tokens += 1
                     if token in end_tokens or detokenizer.stopped:
                         break
@@ -279,7 +294,7 @@ class AsyncEngine:
                     reason = FinishReason.STOP
                 if reason is not None:
                     text += detokenizer.flush()
-                logprobs = tuple(map(self._as_text, update.logprobs[before:num_tokens]))
+                logprobs = tuple(map(self._as_text, update.logprobs[: num_tokens - before]))
                 missing, queue_s = update.missing, update.queue_s
                 yield RequestOutput(text, num_tokens, update.num_stages, reason, missing, logprobs, queue_s)
         finally:

@@ -31,14 +31,8 @@ from skippipe.runtime.messages import (
 from skippipe.runtime.rendezvous import CLOSE_LINGER_S, EndedNodes, Rendezvous
 from skippipe.serving.node import ServingConfig
 from skippipe.serving.routing import RouteCost, ServingRoute, UniformCost
-from skippipe.serving.scheduler import (
-    EngineFull,
-    Scheduler,
-    SequenceRequest,
-    SequenceState,
-    ServingSettings,
-    ServingStep,
-)
+from skippipe.serving.scheduler import EngineFull, Scheduler, ServingSettings, ServingStep
+from skippipe.serving.sequence import SequenceRequest, SequenceState
 from skippipe.serving.step_protocol import step_messages
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import Mailbox
@@ -197,6 +191,7 @@ class GatewayThread:
         self.stats = {
             "num_requests_running": float(scheduler.num_running),
             "num_requests_waiting": float(scheduler.num_waiting),
+            "recomputed_tokens_total": float(scheduler.recomputed_tokens),
             "malformed_messages_total": float(self._rendezvous.malformed.total()),
             **{f"{event}_total": float(count) for event, count in self._events.items()},
         }

@@ -13,7 +13,7 @@ from typing import Any
 
 from skippipe.errors import UserError, require
 from skippipe.inference.request import FinishReason
-from skippipe.serving.scheduler import TokenConstraint
+from skippipe.serving.sequence import TokenConstraint
 
 ANY_OBJECT = {"type": "object"}
 OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{0,32}"}  # bounded: weak models write blanks for ever where they may
@@ -34,8 +34,8 @@ class GrammarMatcher:
 
     def append(self, token: int) -> FinishReason | None:
         self._matcher.consume_token(token)
-        if self._matcher.is_error():  # it is too complex to go on
-            return FinishReason.FAILED
+        if self._matcher.is_error():
+            return FinishReason.TOO_COMPLEX
         return FinishReason.STOP if self._matcher.is_stopped() else None
 
 
@@ -64,6 +64,10 @@ class GrammarCompiler:
         matcher = LLMatcher(self._prepared, grammar, log_level=0)
         if matcher.is_error():
             raise UserError(f"the schema cannot be used: {matcher.get_error().splitlines()[0]}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise UserError("the schema cannot be used: no answer can begin as it wants")
         return lambda: GrammarMatcher(matcher.deep_copy())
 
     def _prepare(self) -> Any:

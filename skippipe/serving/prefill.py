@@ -9,6 +9,7 @@ from datetime import timedelta
 
 from skippipe.cost_model import ns
 
+FIRST = 64  # tokens of a step, before it is known how fast nodes are
 LEAST = 16  # tokens of a step, however slow nodes are
 QUICK = 0.25  # share of the deadline within which a step may have been larger
 
@@ -22,8 +23,9 @@ def prompt_tokens(rows: Iterable[Sequence[int]]) -> int:
 
 @dataclass
 class PrefillLimit:
-    """As many tokens as nodes compute and send within a step's deadline. A step that is late halves it: its prompts are
-    computed again in smaller pieces, or they would be late for ever."""
+    """As many tokens as nodes compute and send within a step's deadline: few at first, twice as many after every step
+    that was quick. A step that is late is lost, with the KV caches of all answers on its route, and halves it: its
+    prompts are computed again in smaller pieces, or they would be late for ever."""
 
     most: int
     """Tokens of a step at most."""
@@ -31,7 +33,7 @@ class PrefillLimit:
     tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = self.most
+        self.tokens = min(FIRST, self.most)
 
     def late(self, tokens: int) -> None:
         """A step with so many tokens of prompts has taken longer than its deadline."""

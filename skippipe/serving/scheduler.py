@@ -13,7 +13,7 @@ whose nodes no route can reach any more, is waited for; when the grace period is
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from fractions import Fraction
@@ -21,90 +21,12 @@ from math import inf
 from typing import Protocol
 
 from skippipe.cost_model import ns
-from skippipe.inference.request import FinishReason, SamplingParams, TokenLogprobs
+from skippipe.inference.request import FinishReason, TokenLogprobs
 from skippipe.serving.prefill import PrefillLimit, prompt_tokens
 from skippipe.serving.routing import LinkStates, Reach, RouteCost, ServingRoute, UniformCost, fastest_route, reach_of
+from skippipe.serving.sequence import SequenceRequest, SequenceState
 
-MAX_FAILED_STEPS = 3  # steps of a sequence that nodes may report as failed
-
-
-class TokenConstraint(Protocol):
-    """Which tokens may follow in an answer of a given form; it follows the answer token by token."""
-
-    def allowed(self) -> bytes:
-        """Bit i is set if token i may come next."""
-
-    def accepts(self, token: int) -> bool: ...
-
-    def append(self, token: int) -> FinishReason | None:
-        """The answer has another token; STOP if it is complete with it, FAILED if nothing can follow."""
-
-
-@dataclass(frozen=True)
-class SequenceRequest:
-    prompt: tuple[int, ...]
-    max_tokens: int
-    """Tokens to answer with, at most."""
-    end_tokens: frozenset[int] = frozenset()
-    """Tokens that end the answer."""
-    sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (frozen)
-    constraint: Callable[[], TokenConstraint] | None = None
-    """Makes what constrains the answer's tokens; None: any token may come."""
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of prompt and answer in the end."""
-        return len(self.prompt) + self.max_tokens
-
-
-@dataclass
-class SequenceState:
-    """A request on its way to an answer."""
-
-    number: int
-    request: SequenceRequest
-    tokens: list[int] = field(default_factory=list)
-    """Prompt and answer so far."""
-    num_computed_tokens: int = 0
-    """Tokens that are in the KV caches of its route."""
-    route: int | None = None
-    slot: int = -1
-    """Its slot in the KV caches of the route's nodes."""
-    num_stages: int = 0
-    """Stages of the shortest route by which a token was computed; 0: none yet."""
-    missing: set[int] = field(default_factory=set)
-    """Stages without which a token was computed."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """Log-probabilities of every token of the answer, if they were asked for."""
-    waiting_since_ns: int = 0
-    queue_ns: int | None = None
-    """How long it waited for its first route; None: it still does."""
-    failed_steps: int = 0
-    finish_reason: FinishReason | None = None
-
-    def __post_init__(self) -> None:
-        self.tokens = [*self.request.prompt, *self.tokens]
-        self.constraint = self.request.constraint() if self.request.constraint else None
-
-    @property
-    def output_tokens(self) -> list[int]:
-        return self.tokens[len(self.request.prompt) :]
-
-    def append(self, token: int, route: ServingRoute, logprobs: TokenLogprobs = ()) -> None:
-        """Adds a token that was computed by this route."""
-        self.tokens.append(token)
-        self.num_stages = min(self.num_stages or len(route.path), len(route.path))
-        self.missing.update(route.missing)
-        if logprobs:
-            self.logprobs.append(logprobs)
-        if self.constraint is not None:
-            self.finish_reason = self.constraint.append(token)
-        if self.finish_reason is not None:
-            return
-        if token in self.request.end_tokens:
-            self.finish_reason = FinishReason.STOP
-        elif len(self.output_tokens) >= self.request.max_tokens:
-            self.finish_reason = FinishReason.LENGTH
+MAX_FAILED_STEPS = 3  # steps of a sequence in a row that nodes may report as failed
 
 
 @dataclass(frozen=True)
@@ -186,6 +108,8 @@ class Scheduler:
     """Live node → the stage that it holds."""
     sequences: dict[int, SequenceState] = field(default_factory=dict)
     """Sequences that have not finished, by their number."""
+    recomputed_tokens: int = 0
+    """Tokens that were in the KV caches of routes when these were closed, of sequences that go on."""
     _waiting: deque[SequenceState] = field(default_factory=deque)
     _routes: dict[int, ServingRoute] = field(default_factory=dict)
     _steps: dict[int, ServingStep] = field(default_factory=dict)
@@ -197,10 +121,10 @@ class Scheduler:
     _numbers: Counter[str] = field(default_factory=Counter)
     _startup_until_ns: int | None = field(init=False)
     """None: every stage was there once, or the time for that is over."""
-    _had_stages: set[int] = field(default_factory=set)
-    """Stages that were there once."""
+    _there_since_ns: dict[int, int] = field(default_factory=dict)
+    """Stage that is there → since when."""
     _lost_stages_ns: dict[int, int] = field(default_factory=dict)
-    """Stage that was there → since when it is missing."""
+    """Stage that was lost → when, for the first time since it was there for as long as the grace period."""
 
     def __post_init__(self) -> None:
         self._links = LinkStates(self.cost)
@@ -300,6 +224,7 @@ class Scheduler:
                 continue
             sequence.num_computed_tokens = row.start + len(row.tokens)
             if sequence.num_computed_tokens == len(sequence.tokens):
+                sequence.failed_steps = 0
                 sequence.append(token, step.route, pairs)
                 if sequence.finish_reason is None:
                     self.env.updated(sequence)
@@ -380,11 +305,14 @@ class Scheduler:
 
     def _note_missing(self) -> None:
         """Notes since when stages are missing that were there."""
-        missing = set(self.missing)
-        lost = (missing & self._had_stages) - self._lost_stages_ns.keys()
-        kept = {stage: lost_ns for stage, lost_ns in self._lost_stages_ns.items() if stage in missing}
-        self._lost_stages_ns = kept | dict.fromkeys(lost, self.env.now_ns())
-        self._had_stages |= set(range(self.stages)) - missing
+        now_ns, missing = self.env.now_ns(), set(self.missing)
+        for stage in set(range(self.stages)) - missing:
+            self._there_since_ns.setdefault(stage, now_ns)
+        for stage in missing & self._there_since_ns.keys():
+            there_ns = now_ns - self._there_since_ns.pop(stage)
+            # one that comes for a moment, again and again, is not waited for each time
+            if stage not in self._lost_stages_ns or there_ns >= ns(self.settings.grace.total_seconds()):
+                self._lost_stages_ns[stage] = now_ns
 
     def _schedule(self) -> None:
         """Puts waiting sequences on routes with room, and starts a step on every route without one in flight."""
@@ -407,7 +335,8 @@ class Scheduler:
     def _in_grace(self) -> bool:
         """Is a stage missing for so short a time that it is still waited for?"""
         since_ns = self.env.now_ns() - ns(self.settings.grace.total_seconds())
-        return any(lost_ns > since_ns for lost_ns in self._lost_stages_ns.values())
+        lost = self._lost_stages_ns.items()
+        return any(lost_ns > since_ns for stage, lost_ns in lost if stage not in self._there_since_ns)
 
     def _choose_route(self, sequence: SequenceState) -> ServingRoute | None:
         """The route with the fewest sequences, a new one if there may be more; None: all are full."""
@@ -441,9 +370,21 @@ class Scheduler:
             if self._routes.pop(route.number, None) is not None:
                 self.env.close_route(route)
             return
+        rows = self._next_rows(route)
+        step = ServingStep(self._next("step"), route, tuple(rows), tuple(route.freed))
+        route.freed.clear()
+        route.step, route.step_began_ns = step.number, self.env.now_ns()
+        self._steps[step.number] = step
+        self.env.start_step(step)
+
+    def _next_rows(self, route: ServingRoute) -> list[StepRow]:
+        """What the route's next step computes: if a step has failed, its sequences one by one, until each is computed:
+        so one that cannot be computed does not take others with it. Of prompts, the oldest sequences' first."""
+        numbers = sorted((number, slot) for slot, number in route.slots.items())
+        failed = [(number, slot) for number, slot in numbers if self.sequences[number].failed_steps]
         room = self._prefill.tokens
         rows: list[StepRow] = []
-        for slot, number in sorted(route.slots.items()):
+        for number, slot in failed[:1] or numbers:
             sequence = self.sequences[number]
             new = sequence.tokens[sequence.num_computed_tokens :]
             if len(new) > 1:  # a prompt, or what is left of one: as much of it as there is room for
@@ -454,22 +395,19 @@ class Scheduler:
                 at_end = start + len(new) == len(sequence.tokens)
                 allowed = sequence.constraint.allowed() if sequence.constraint is not None and at_end else b""
                 rows.append(StepRow(slot, start, tuple(new), sequence, allowed))
-        step = ServingStep(self._next("step"), route, tuple(rows), tuple(route.freed))
-        route.freed.clear()
-        route.step, route.step_began_ns = step.number, self.env.now_ns()
-        self._steps[step.number] = step
-        self.env.start_step(step)
+        return sorted(rows, key=lambda row: row.slot)  # nodes read neighbouring slots as one
 
     def _abandon(self, route: ServingRoute) -> None:
-        """Closes a route; its sequences wait for another one, at the head of the queue."""
+        """Closes a route; its sequences wait for another one, before those that came later."""
         del self._routes[route.number]
         if route.step is not None:
             self._steps.pop(route.step, None)
-        for _, number in sorted(route.slots.items(), reverse=True):
-            sequence = self.sequences[number]
+        sequences = [self.sequences[number] for number in route.slots.values()]
+        for sequence in sequences:
+            self.recomputed_tokens += sequence.num_computed_tokens
             sequence.route, sequence.slot, sequence.num_computed_tokens = None, -1, 0
             sequence.waiting_since_ns = self.env.now_ns()
-            self._waiting.appendleft(sequence)
+        self._waiting = deque(sorted([*self._waiting, *sequences], key=lambda each: each.number))
         self.env.close_route(route)
 
     def _finish(self, sequence: SequenceState, reason: FinishReason) -> None:

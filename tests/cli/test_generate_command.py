@@ -70,6 +70,16 @@ def test_the_command(generate: Callable[..., tuple[str, str, int]], folder: Path
     assert alike[0] == generate("some words", *options, "--keep", "2/3")[0]
 
 
+def test_a_context_that_the_model_is_not_made_for(
+    generate: Callable[..., tuple[str, str, int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("some words", "--max-tokens", "5", "--context")
+    fitting = generate(*options, "128")
+    assert caplog.text == ""
+    assert generate(*options, "129") == fitting
+    assert "--context 129: by its config the model is made for 128 tokens" in caplog.text
+
+
 def test_several_prompts_and_stdin(
     generate: Callable[..., tuple[str, str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ from skippipe.serving.async_engine import (
     UnknownTools,
 )
 from skippipe.serving.http import routes
-from skippipe.serving.scheduler import SequenceRequest
+from skippipe.serving.sequence import SequenceRequest
 from skippipe.web import ApiSettings
 
 MODEL = "org/mirror"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,13 @@ from skippipe.inference.cached_stage import (
     embed,
     logits,
 )
+from skippipe.inference.checkpoint_loader import context_of
 from skippipe.inference.engine import Decoder, GenerationEngine, TokenByToken, model_end_tokens
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.inference.request import FinishReason, Generation, GenerationRequest, SamplingParams, TokenOutput
-from skippipe.model.model_spec import ModelSpec
+from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel
+from skippipe.model_shape import MODELS
 from skippipe.stage_subset import StageSubset
 from tests.helpers.model_folders import TOKENIZER
 from tests.helpers.models import tiny
@@ -283,6 +286,35 @@ def test_the_context_ends_a_text() -> None:
     for prompt, count in (((), 1), ((1,), 0)):
         with pytest.raises(UserError, match="one"):
             GenerationRequest(prompt, count)
+
+
+@pytest.mark.parametrize(
+    ("rope", "longest"),
+    [
+        (None, 100),
+        ({"rope_type": "linear", "factor": 4.0}, 400),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 200),
+        ({"rope_type": "yarn", "factor": 1.5, "original_max_position_embeddings": 50}, 100),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "original_max_position_embeddings": 50,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+            100,
+        ),
+    ],
+)
+def test_a_context_beyond_what_the_model_is_made_for_is_warned_of(
+    rope: dict[str, Any] | None, longest: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = llama_config(MODELS["llama-tiny"], max_position_embeddings=100, rope_scaling=rope)
+    assert (context_of(config, None), context_of(config, 30), context_of(config, longest)) == (100, 30, longest)
+    assert "--context" not in caplog.text
+    assert context_of(config, longest + 1) == longest + 1
+    assert f"--context {longest + 1}: by its config the model is made for {longest} tokens" in caplog.text
 
 
 def test_tokens_that_end_a_text() -> None:

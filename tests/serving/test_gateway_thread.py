@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from skippipe import __version__
-from skippipe.inference.request import FinishReason
+from skippipe.inference.request import FinishReason, SamplingParams
 from skippipe.runtime.admission import Admission
 from skippipe.runtime.fencing import Incarnation
 from skippipe.runtime.message_json import from_json, to_json
@@ -29,13 +31,16 @@ from skippipe.runtime.messages import (
     Stop,
     Welcome,
 )
+from skippipe.serving.async_engine import AsyncEngine, EngineRequest, RequestOutput
 from skippipe.serving.gateway_thread import GatewayCallback, GatewayThread
 from skippipe.serving.node import ServingConfig
-from skippipe.serving.scheduler import EngineFull, SequenceRequest
+from skippipe.serving.scheduler import EngineFull
+from skippipe.serving.sequence import SequenceRequest
 from skippipe.transport.keys import KeyPair, PeerList
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.members import MemberStore
 from skippipe.transport.message import Message
+from tests.helpers.staged_models import TEXT
 
 PATIENCE_S = 60.0
 NODES = {"ann": 0, "bob": 1, "cem": 0}
@@ -265,3 +270,29 @@ def test_all_are_told_when_it_is_over(cluster: Cluster) -> None:
     assert cluster.peers["ann"].hears(Stop) == cluster.peers["bob"].hears(Stop) == Stop("")
     cluster.ask()
     assert isinstance(cluster.refused[0], EngineFull)
+
+
+def test_what_waits_for_a_client_that_does_not_read_grows_with_the_answer_and_no_more(cluster: Cluster) -> None:
+    cluster.join("ann", "bob")
+    ann, count = cluster.peers["ann"], 1000
+
+    def answer(tokens: int) -> None:
+        for _ in range(tokens):
+            ann.say(Sampled(ann.hears(RunStep).step, [7]))
+
+    async def ask() -> tuple[int, list[RequestOutput]]:
+        engine = AsyncEngine(cluster.gateway, TEXT, "model", 2000, 50, frozenset())
+        outputs = engine.generate(EngineRequest((1, 2), count, SamplingParams()))
+        read = asyncio.create_task(anext(outputs))
+        await asyncio.to_thread(answer, 1)
+        heard = [await read]
+        tracemalloc.start()
+        await asyncio.to_thread(answer, count - 1)
+        waiting_bytes = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        return waiting_bytes, heard + [output async for output in outputs]
+
+    waiting_bytes, heard = asyncio.run(asyncio.wait_for(ask(), PATIENCE_S))
+    assert [output.num_tokens for output in heard] == list(range(1, count + 1))
+    assert "".join(output.text for output in heard) == TEXT.decode([7] * count)
+    assert waiting_bytes < 2000 * count, "4 KB a token, if each came with all those before it"

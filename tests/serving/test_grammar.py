@@ -68,12 +68,19 @@ def test_blanks_come_to_an_end() -> None:
         ({"type": "nonsense"}, "Invalid type: nonsense"),
         ({"$ref": "http://127.0.0.1/schema"}, "not present in a registry"),
         ({"properties": {f"p{number}": {"type": "string"} for number in range(20_000)}}, "too large"),
+        ({"$ref": "#"}, "no answer can begin"),
         (json.loads('{"not": ' * 400 + "{}" + "}" * 400), "recursion limit"),
     ],
 )
 def test_schemas_that_cannot_be_used(schema: dict[str, Any], why: str) -> None:
     with pytest.raises(UserError, match=f"the schema cannot be used: .*{why}"):
         COMPILER.json_schema(schema)
+
+
+def test_a_schema_that_becomes_too_complex_ends_the_answer() -> None:
+    schema = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(800)}}
+    matcher = COMPILER.json_schema(schema)()
+    assert matcher.append(TOKENIZER.encode("{")[0]) is FinishReason.TOO_COMPLEX
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ from skippipe.runtime.messages import (
 )
 from skippipe.serving.node import MAX_EARLY, PROBE_BODY, EarlyTensors, ServingNode
 from skippipe.serving.routing import ServingRoute
-from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
+from skippipe.serving.scheduler import Scheduler, ServingSettings, ServingStep
+from skippipe.serving.sequence import SequenceRequest, SequenceState
 from skippipe.serving.step_protocol import (
     ForwardStep,
     FreeSlots,

@@ -22,7 +22,8 @@ from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.serving.executor import ServingExecutor
 from skippipe.serving.node import ServingConfig, build_executor
 from skippipe.serving.routing import ServingRoute
-from skippipe.serving.scheduler import Scheduler, SequenceRequest, SequenceState, ServingSettings, ServingStep
+from skippipe.serving.scheduler import Scheduler, ServingSettings, ServingStep
+from skippipe.serving.sequence import SequenceRequest, SequenceState
 from skippipe.serving.step_protocol import (
     ForwardStep,
     FreeSlots,

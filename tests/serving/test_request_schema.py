@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from tests.helpers.echo_engine import CHAT, COMPLETIONS, MODEL, Caller, api_error, events
+from skippipe.serving.http.request_schema import ChatCompletionRequest, CompletionRequest, ServedModel
+from tests.helpers.echo_engine import CHAT, COMPLETIONS, MODEL, OPEN, Caller, api_error, events, valid
 from tests.helpers.openai_corpus import CORPUS, body, check
 
 
@@ -122,3 +124,28 @@ def test_prompts_that_are_too_long() -> None:
     )
     assert "asks for 101" in says
     assert caller.engine.requests == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "fields", "where"),
+    [
+        (CompletionRequest, {"prompt": [-1] * 50}, "prompt[0]"),
+        (CompletionRequest, {"prompt": [[]] * 50}, "prompt[0]"),
+        (CompletionRequest, {"stop": [1] * 50}, "stop[0]"),
+        (ChatCompletionRequest, {"messages": [{}] * 50}, "messages[0].role"),
+        (ChatCompletionRequest, {"messages": [{"role": "user", "content": [{}] * 50}]}, "messages[0].content[0].type"),
+        (ChatCompletionRequest, {"tools": [{}] * 50}, "tools[0].type"),
+        (CompletionRequest, {"logit_bias": {str(number): "much" for number in range(2000)}}, "logit_bias"),
+    ],
+)
+def test_a_long_list_is_read_up_to_its_first_error(
+    schema: type[CompletionRequest | ChatCompletionRequest], fields: dict[str, Any], where: str
+) -> None:
+    """All other clients wait while a request is read: the errors of a list of 1 MiB would take seconds."""
+    path = COMPLETIONS if schema is CompletionRequest else CHAT
+    request = {**valid(path), **fields}
+    with pytest.raises(ValidationError) as raised:
+        schema.model_validate(request, context=ServedModel(MODEL, 300, OPEN))
+    assert raised.value.error_count() <= 2, "of one element"
+    response = Caller().post(path, **fields)
+    api_error(response, 400, response.json()["error"]["code"], where)

@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Self, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -89,6 +89,17 @@ def _is_token(key: str, info: Validation) -> str:
     return key
 
 
+def _few_biases(value: Any) -> Any:
+    """Looks at their number before anything is read of them."""
+    if isinstance(value, dict) and len(value) > MAX_BIASES:
+        context = {"most": MAX_BIASES, "count": len(value)}
+        raise PydanticCustomError("too_long", "{count} tokens are more than a request may name, {most}", context)
+    return value
+
+
+Element = TypeVar("Element")
+ListOf = Annotated[list[Element], Field(fail_fast=True)]
+"""A list that is read up to the first error: to collect those of a long one would take seconds, for all clients."""
 Text = Annotated[str, Field(min_length=0)]  # a bare str would let half characters pass
 Integer = Annotated[
     int, BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
@@ -97,7 +108,7 @@ MaxTokens = Annotated[Integer, _range(1, lambda served: served.settings.max_toke
 Prompt = Annotated[
     Annotated[str, Field(min_length=1), Tag("|text")]
     | Annotated[
-        list[Annotated[int, _range(0, lambda served: served.vocabulary - 1)]], Field(min_length=1), Tag("|ids")
+        ListOf[Annotated[int, _range(0, lambda served: served.vocabulary - 1)]], Field(min_length=1), Tag("|ids")
     ],
     Discriminator(lambda value: "|ids" if isinstance(value, list) else "|text"),
 ]
@@ -183,12 +194,12 @@ class ChatMessage(_Object):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Annotated[
-            Annotated[Text, Tag("|text")] | Annotated[list[ContentPart], Tag("|parts")],
+            Annotated[Text, Tag("|text")] | Annotated[ListOf[ContentPart], Tag("|parts")],
             Discriminator(lambda value: "|parts" if isinstance(value, list) else "|text"),
         ]
         | None
     ) = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: ListOf[ToolCall] = []
     tool_call_id: Text | None = None
 
     @model_validator(mode="after")
@@ -224,8 +235,13 @@ class ResponseFormat(_Object):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("invalid_value", "belongs to the type 'json_schema'", {"field": "json_schema"})
+        context = {"field": "json_schema"}
+        if self.type == "json_schema" and self.json_schema is None:
+            message = "missing; add an object that has the schema in its field 'schema'"
+            raise PydanticCustomError("missing_required_parameter", message, context)
+        if self.type != "json_schema" and self.json_schema is not None:
+            message = "only for the type 'json_schema': make it that, or leave this out"
+            raise PydanticCustomError("invalid_value", message, context)
         return self
 
     @property
@@ -270,14 +286,14 @@ class GenerationFields(_Object):
     repetition_penalty: Annotated[float, _range(0.01, 100.0)] = 1.0
     logit_bias: Annotated[
         dict[Annotated[str, AfterValidator(_is_token)], Annotated[float, _range(-100.0, 100.0)]],
-        Field(max_length=MAX_BIASES),
+        BeforeValidator(_few_biases),
     ] = {}
     """Token ids, in decimal, and what is added to their logits."""
     ignore_eos: bool = False
     """Does the answer go on after a token that ends a text?"""
     response_format: ResponseFormat | None = None
     stop: Annotated[
-        list[Annotated[Text, Field(min_length=1)]],
+        ListOf[Annotated[Text, Field(min_length=1)]],
         Field(max_length=4),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = []
@@ -341,7 +357,7 @@ class CompletionRequest(GenerationFields):
     default_tokens = 16  # as OpenAI has it
     UNSUPPORTED = {"best_of": (1,), "suffix": ("",)}
     prompt: Annotated[
-        Annotated[Prompt, Tag("|one")] | Annotated[list[Prompt], Tag("|several")],
+        Annotated[Prompt, Tag("|one")] | Annotated[ListOf[Prompt], Tag("|several")],
         Discriminator(lambda value: "|several" if _several(value) else "|one"),
     ]
     """A text, several, token ids, or several lists of token ids."""
@@ -381,11 +397,11 @@ class ChatCompletionRequest(GenerationFields):
             ("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options", "moderation"), ()
         ),
     }
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[Integer, _range(0, MAX_LOGPROBS)] = 0
-    tools: list[Tool] = []
+    tools: ListOf[Tool] = []
     tool_choice: Literal["none", "auto"] = "auto"
 
     @property

@@ -30,6 +30,7 @@ from skippipe.serving.async_engine import (
     EngineRequest,
     RequestOutput,
     RequestRefused,
+    SchemaTooComplex,
     StageCoverage,
     UnknownTools,
 )
@@ -210,6 +211,8 @@ class CompletionEndpoint:
                         return
         except RequestRefused as refused:
             raise unavailable(str(refused), self.api.settings.retry_after) from None
+        except SchemaTooComplex as error:
+            raise wrong("response_format", str(error), "unsupported_value") from None
         raise RuntimeError("an answer stopped without a finish reason")
 
     async def _choices(self, request: AnyRequest) -> list[Choice]:
