@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.runs.tail import model_run_id
+from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
@@ -258,6 +260,34 @@ def test_a_run_says_in_the_end_that_its_last_checkpoint_could_not_be_written(
         assert len(told) == expected
     assert (told[0].kind, told[0].iteration) == ("checkpoint", 5)
     assert told[0].text.startswith("none after 6 iterations: NotADirectoryError")
+
+
+def test_a_journal_is_replaced_only_by_a_run_that_begins(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, spec = plan_of(SKIPPED)
+    records: list[dict[str, Any]] = [{"run": "ours"}, {"plan": plan.to_json()}, {"commit": 0}]
+    wal = WriteAheadLog(tmp_path / "journal")
+    wal.rewrite(records)
+    wal.close()
+
+    def resumed(nodes_join: bool) -> Run:
+        given = brief_of(plan, spec), spec, tokenizer, tmp_path, CoordinatorSettings(LEARNING, 6)
+        return Run(*given, resumed=True, run_id="ours", nodes_join=nodes_join)
+
+    def closed(run: Run) -> list[dict[str, Any]]:
+        """The records of its journal."""
+        run.wal.close()
+        wal = WriteAheadLog(tmp_path / "journal")
+        wal.close()
+        return wal.records
+
+    refused, going_on, beginning = resumed(False), resumed(True), resumed(False)
+    with pytest.raises(UserError, match="no sound checkpoint"):
+        _ = refused.origin
+    assert closed(refused) == records
+    going_on.begin_journal()
+    assert going_on.recovered_records == closed(going_on) == records, "its nodes may still be there"
+    beginning.begin_journal()
+    assert closed(beginning) == [{"run": "ours"}]
 
 
 def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:
