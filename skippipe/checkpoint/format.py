@@ -251,14 +251,16 @@ class Checkpoints:
         return place
 
     def commit(self, unfinished: Path, manifest: Manifest) -> None:
-        """Make it a checkpoint, and remove the oldest ones of the run beyond those that are kept."""
+        """Make it a checkpoint in place of one with as many iterations, and remove the oldest ones of the run beyond
+        those that are kept. OSError if a process holds the one with as many iterations: that one stays."""
         place = self.folder / f"{manifest.iterations:06d}"
         if place in self.others():
             raise FileExistsError(errno.EEXIST, "is a checkpoint of another run; move it away", str(place))
         (unfinished / MANIFEST).write_text(json_text(manifest.to_json()) + "\n", encoding="utf-8")
         fsync_path(unfinished / MANIFEST)
         fsync_path(unfinished)
-        shutil.rmtree(place, ignore_errors=True)
+        if not _remove(place):
+            raise OSError(errno.EBUSY, f"{place.name} is there already, and another process reads it", str(place))
         unfinished.rename(place)
         fsync_path(self.folder)
         best = self.best()
@@ -342,17 +344,18 @@ def hold(place: Path) -> bool:
     return True
 
 
-def _remove(place: Path) -> None:
-    """Remove a checkpoint, unless a process holds it: then it goes with a later one."""
-    with (place / MANIFEST).open("rb") as manifest:
+def _remove(place: Path) -> bool:
+    """Remove a checkpoint, or what is left of one; False if a process holds it: then it goes with a later one."""
+    with contextlib.suppress(FileNotFoundError), (place / MANIFEST).open("rb") as manifest:
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return
+            return False
         except OSError:  # a file system without locks
             pass
         (place / MANIFEST).unlink()  # first it stops being a checkpoint
     shutil.rmtree(place, ignore_errors=True)
+    return True
 
 
 def read_manifest(place: Path) -> Manifest:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, Manifest, hold, verified
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, Manifest, verified
 from skippipe.checkpoint.manager import CheckpointManager, export, origin_of
 from skippipe.codecs import decode, encode
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
@@ -102,25 +100,6 @@ def test_going_on_with_other_stages_and_other_nodes(tmp_path: Path, tokenizer: T
     rest, _, _ = run(other, spec, checkpoints, tokenizer, origin=origin)
     for ours, theirs in zip(rest.reports, whole.reports[4:], strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-
-
-def test_what_another_process_reads_is_not_removed(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    plan, spec = plan_of(SKIPPED)
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    run(plan, spec, checkpoints, tokenizer, until=2)
-    reads = "import sys; from pathlib import Path; from skippipe.checkpoint.format import Checkpoints; " + (
-        f"print(Checkpoints(Path({str(tmp_path)!r})).hold_newest(), flush=True); sys.stdin.read()"
-    )
-    reader = subprocess.Popen([sys.executable, "-c", reads], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert reader.stdout is not None
-    assert reader.stdout.readline().strip() == str(tmp_path / "000002")
-    run(plan, spec, checkpoints, tokenizer, until=4, origin=origin_of(checkpoints, brief_of(plan, spec)))
-    assert [place.name for place in checkpoints.complete()] == ["000004", "000002"]
-    verified(tmp_path / "000002")
-    reader.communicate(timeout=60)
-    run(plan, spec, checkpoints, tokenizer, origin=origin_of(checkpoints, brief_of(plan, spec)))
-    assert [place.name for place in checkpoints.complete()] == ["000006"]
-    assert not hold(tmp_path / "000002"), "it is removed"
 
 
 def test_only_the_newest_stay_and_a_damaged_one_is_passed_over(tmp_path: Path, tokenizer: TextTokenizer) -> None:
