@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from skippipe.checkpoint.format import Checkpoints, Manifest, StoredFile, hold, verified
+from skippipe.checkpoint import format
+from skippipe.checkpoint.format import MANIFEST, Checkpoints, Manifest, StoredFile, hold, verified
+from skippipe.errors import UserError
 from tests.helpers.processes import END_S, ProcessOutput
 
 HOLDS = """
 import sys
 from pathlib import Path
-from skippipe.checkpoint.format import Checkpoints
+from skippipe.checkpoint import format
+from skippipe.checkpoint.format import MANIFEST, Checkpoints
 print("holds", Checkpoints(Path(sys.argv[1])).hold_newest(), flush=True)
 sys.stdin.read()
 """
@@ -85,3 +91,24 @@ def test_what_is_left_of_a_checkpoint_is_not_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "000006" / "stage-1.weights.safetensors").write_bytes(b"torn")
     place = commit(checkpoints, 6)
     assert [each.name for each in sorted(place.iterdir())] == ["manifest.json", "stage-0.weights.safetensors"]
+
+
+def test_one_that_is_being_removed_is_waited_for_without_a_busy_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    commit(checkpoints, 2)
+    manifest = commit(checkpoints, 4) / MANIFEST
+    with manifest.open("rb") as removing:
+        fcntl.flock(removing, fcntl.LOCK_EX)
+        monkeypatch.setattr(format, "REMOVAL_TIMEOUT_S", 1.0)
+        began_s = time.process_time()
+        with pytest.raises(UserError, match=r"000004: a process has been removing it for 1 s"):
+            checkpoints.hold_newest()
+        assert time.process_time() - began_s < 0.5
+        monkeypatch.setattr(format, "REMOVAL_TIMEOUT_S", END_S)
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(checkpoints.hold_newest)
+            assert not wait([found], 0.2).done, "it waits for the end of the removal"
+            manifest.unlink()
+            assert found.result(END_S) == tmp_path / "000002"
