@@ -133,7 +133,10 @@ def good_control(rng: random.Random) -> dict[str, Any]:
     return {"say": say} | {name: good_value(rng, hint) for name, hint in HINTS[say].items()}
 
 
-HINTS = {say: get_type_hints(kind) for say, kind in message_json.MESSAGE_TYPES.items()}
+HINTS = {
+    say: dict(zip(kind.__struct_encode_fields__, map(get_type_hints(kind).get, kind.__struct_fields__), strict=True))
+    for say, kind in message_json.MESSAGE_TYPES.items()
+}
 
 
 def good_verb(rng: random.Random) -> bytes:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, as_number, json_text, read_as, write_text
+from skippipe.node_names import check_names
 from skippipe.value_ranges import DEVICES, NODES, POSITIVE, Range, check_ranges, range_of
 
 FORMAT = "skippipe-cluster"
@@ -45,7 +46,7 @@ class Node:
     """One machine, or some of its GPUs."""
 
     name: str
-    """Unique in the cluster."""
+    """Unique in the cluster; files are named after it (`node_names`)."""
     location: str
     """Region, city or rack: for people, not for the arithmetic."""
     flops_per_s: Annotated[float, Range(1e-6, 1e30)]
@@ -79,19 +80,9 @@ class Cluster:
         if not self.nodes:
             raise UserError("nodes: the list is empty; a cluster needs at least one node")
         NODES.check(len(self.nodes), "nodes: their number")
-        first: dict[str, int] = {}
+        check_names({f"nodes[{index}].name": node.name for index, node in enumerate(self.nodes)})
         for index, node in enumerate(self.nodes):
-            place = f"nodes[{index}]"
-            if node.name in first:
-                raise UserError(
-                    f"{place}.name: '{node.name}' is already the name of nodes[{first[node.name]}]; rename one of them"
-                )
-            if not node.name.isprintable() or node.name != node.name.strip():
-                raise UserError(
-                    f"{place}.name: {node.name!r} has odd white space or control characters; use a plain name"
-                )
-            first[node.name] = index
-            check_ranges(node, place)
+            check_ranges(node, f"nodes[{index}]")
         range_of(Cluster, "hop_overhead_s").check(self.hop_overhead_s, "hop_overhead_s")
         for name in ("latency_s", "bandwidth_bytes_per_s"):
             matrix = np.array(getattr(self, name), dtype=np.float64)

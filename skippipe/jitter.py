@@ -76,7 +76,7 @@ def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
     if simulate(plan, timing).iteration_ns > LONGEST_NS:
         raise UserError("jitter: an iteration of this plan takes over forty-eight days without any")
     lanes, teacher = lane_arrays(plan), planned_teacher_paths(plan)
-    senders, receivers = np.array(sorted(links_in_use(plan)), dtype=np.int64).T
+    senders, receivers = np.array(sorted(links_in_use(plan, teacher)), dtype=np.int64).T
     found = []
     for number in range(jitter.draws):
         costs = _jittered(plan.costs, jitter.spread, np.random.default_rng([jitter.seed, number]), (senders, receivers))

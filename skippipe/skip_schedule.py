@@ -239,9 +239,9 @@ class SkipSchedule:
             return 1.0
         return (stages - 1) / (visited - 1)
 
-    def divisor(self, visits: int, microbatches: int) -> int:
+    def divisor(self, stage_microbatches: int, microbatches: int) -> int:
         """What a stage's sum of gradients is divided by; 0: no microbatch visited it, and it takes no step."""
-        return microbatches if visits and self.gradients == "all" else visits
+        return microbatches if stage_microbatches and self.gradients == "all" else stage_microbatches
 
 
 def visited_of(skipped: Fraction, stages: int) -> int:

@@ -94,6 +94,8 @@ def _typed(hint: Any, value: Any, at: str) -> Any:
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         found = number_text(value) if type(value) is int else repr(value)
         raise UserError(f"{at}: expected {TYPE_NAMES[hint]}, found {found}")
+    if isinstance(value, str) and "\0" in value:
+        raise UserError(f"{at}: {value!r} has a NUL character, which no name of a file has; leave it out")
     return value
 
 

@@ -130,7 +130,8 @@ def hop_messages(plan: Plan, teacher: Mapping[int, NodePath]) -> Counter[tuple[i
     return found
 
 
-def links_in_use(plan: Plan) -> frozenset[tuple[int, int]]:
-    """Sender and receiver of all that nodes send each other in an iteration: on hops, and to average."""
-    hops = {(sender, receiver) for _, sender, receiver in hop_messages(plan, planned_teacher_paths(plan))}
+def links_in_use(plan: Plan, teacher: Mapping[int, NodePath]) -> frozenset[tuple[int, int]]:
+    """Sender and receiver of all that nodes send each other in an iteration: on hops, and to average. `teacher`: as for
+    `hop_messages`."""
+    hops = {(sender, receiver) for _, sender, receiver in hop_messages(plan, teacher)}
     return frozenset(hops.union(*(stage.averaging.links for stage in plan.stages)))

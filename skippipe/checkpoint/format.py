@@ -27,7 +27,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import file_digest, sha256
 from pathlib import Path
@@ -52,6 +53,8 @@ log = logging.getLogger(__name__)
 FORMAT, VERSION = "skippipe-checkpoint", 1
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
+REMOVAL_TIMEOUT_S = 10.0  # for a checkpoint that is being removed to be gone
+REMOVAL_POLL_S = 0.02
 
 
 def run_field(run_id: str) -> dict[str, str]:
@@ -251,14 +254,16 @@ class Checkpoints:
         return place
 
     def commit(self, unfinished: Path, manifest: Manifest) -> None:
-        """Make it a checkpoint, and remove the oldest ones of the run beyond those that are kept."""
+        """Make it a checkpoint in place of one with as many iterations, and remove the oldest ones of the run beyond
+        those that are kept. OSError if a process holds the one with as many iterations: that one stays."""
         place = self.folder / f"{manifest.iterations:06d}"
         if place in self.others():
             raise FileExistsError(errno.EEXIST, "is a checkpoint of another run; move it away", str(place))
         (unfinished / MANIFEST).write_text(json_text(manifest.to_json()) + "\n", encoding="utf-8")
         fsync_path(unfinished / MANIFEST)
         fsync_path(unfinished)
-        shutil.rmtree(place, ignore_errors=True)
+        if not _remove(place):
+            raise OSError(errno.EBUSY, f"{place.name} is there already, and another process reads it", str(place))
         unfinished.rename(place)
         fsync_path(self.folder)
         best = self.best()
@@ -268,17 +273,12 @@ class Checkpoints:
 
     def hold_newest(self) -> Path | None:
         """The newest checkpoint of the run, which is not removed until this process ends; None: there is none."""
-        while found := self.complete():
-            if hold(found[0]):
-                return found[0]
-        return None
+        return _held_one(lambda: next(iter(self.complete()), None))
 
     def hold_best(self) -> CheckpointOrigin | None:
         """`best`, which is not removed until this process ends."""
-        while found := self.best():
-            if hold(found.place):
-                return found
-        return None
+        place = _held_one(lambda: best.place if (best := self.best()) else None)
+        return CheckpointOrigin(place, read_manifest(place)) if place else None
 
     def complete(self) -> list[Path]:
         """Checkpoints of the run that have a manifest, newest first."""
@@ -325,34 +325,53 @@ _held: dict[Path, BinaryIO] = {}
 
 
 def hold(place: Path) -> bool:
-    """Keep a run that is going on from removing the checkpoint until this process ends. False: it is removed."""
+    """Keep a run that is going on from removing the checkpoint until this process ends. False: it is removed, or a
+    process is about to."""
     if place in _held:
         return True
     try:
         manifest = (place / MANIFEST).open("rb")
+    except FileNotFoundError:
+        return False
+    try:
         fcntl.flock(manifest, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (FileNotFoundError, BlockingIOError):
-        return False
+        found = os.fstat(manifest.fileno()).st_nlink > 0
+    except BlockingIOError:
+        found = False
     except OSError:  # a file system without locks
-        return True
-    if not os.fstat(manifest.fileno()).st_nlink:
+        found = True
+    if found:
+        _held[place] = manifest
+    else:
         manifest.close()
-        return False
-    _held[place] = manifest
-    return True
+    return found
 
 
-def _remove(place: Path) -> None:
-    """Remove a checkpoint, unless a process holds it: then it goes with a later one."""
-    with (place / MANIFEST).open("rb") as manifest:
+def _held_one(choose: Callable[[], Path | None]) -> Path | None:
+    """The checkpoint that is chosen, and held; if it is removed just then, another is chosen. None: there is none."""
+    deadline = time.monotonic() + REMOVAL_TIMEOUT_S
+    while (place := choose()) is not None and not hold(place):
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"{place}: a process has been removing it for {REMOVAL_TIMEOUT_S:g} s; see whether the run there "
+                "hangs, or name another checkpoint"
+            )
+        time.sleep(REMOVAL_POLL_S)  # the end of a removal is not reported
+    return place
+
+
+def _remove(place: Path) -> bool:
+    """Remove a checkpoint, or what is left of one; False if a process holds it: then it goes with a later one."""
+    with contextlib.suppress(FileNotFoundError), (place / MANIFEST).open("rb") as manifest:
         try:
             fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return
+            return False
         except OSError:  # a file system without locks
             pass
         (place / MANIFEST).unlink()  # first it stops being a checkpoint
     shutil.rmtree(place, ignore_errors=True)
+    return True
 
 
 def read_manifest(place: Path) -> Manifest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +14,7 @@ import typer
 from skippipe.cli.options import Json, OutputFolder, one_folder
 from skippipe.errors import UserError
 from skippipe.json_fields import check_empty, exists
+from skippipe.node_names import check_name, check_names
 from skippipe.terminal import print_table
 
 ClusterFolder = Annotated[
@@ -57,8 +57,8 @@ def keys(
 
     names = _node_names(cluster)
     relay_names = _split_names(relays) if relays else []
-    if set(relay_names) & set(names):
-        raise UserError(f"--relays {relays}: has the name of a node; a relay needs one of its own")
+    nodes = {f"node '{name}'": name for name in names}
+    check_names({"the coordinator": THE_COORDINATOR} | nodes | {f"--relays {name}": name for name in relay_names})
     folder = one_folder(folder, output)
     check_empty(folder)
     own = KeyPair.new()
@@ -67,7 +67,7 @@ def keys(
     for name in (*names, *relay_names):
         pair = KeyPair.new()
         peers[name] = pair.public
-        KeyFile(name, pair, own.public).save(folder / f"{name.replace(os.sep, '_')}.key")
+        KeyFile(name, pair, own.public).save(folder / f"{name}.key")
     PeerList(peers, relays=tuple(relay_names)).save(folder / "peers.json")
     print(f"{len(peers)} node keys, coordinator.key and peers.json are in {folder}/")
 
@@ -82,11 +82,8 @@ def _node_names(argument: str) -> list[str]:
 
 
 def _split_names(argument: str) -> list[str]:
-    from skippipe.transport.keys import THE_COORDINATOR
-
-    names = [name.strip() for name in argument.split(",")]
-    odd = [name for name in names if not name or not name.isprintable() or name == THE_COORDINATOR]
-    if odd or len(set(names)) < len(names):
+    names = [check_name(name.strip(), f"'{argument}'") for name in argument.split(",")]
+    if len(set(names)) < len(names):
         raise UserError(f"'{argument}': {len(names)} different names of nodes are needed, with commas between them")
     return names
 

@@ -59,7 +59,7 @@ class RunState:
     rows: list[MetricsRow] = field(default_factory=list)
     links: LinkBytes = field(default_factory=list)
     """Bytes between nodes in the last iteration."""
-    visits: list[int] = field(default_factory=list)
+    stage_microbatches: list[int] = field(default_factory=list)
     """Microbatches in the gradient of each stage, in the last iteration."""
     events: deque[EventRecord] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
     events_total: int = 0
@@ -118,7 +118,7 @@ class RunFollower:
     def _read_metrics(self) -> bool:
         state, new = self.state, self._metrics.poll()
         if new.reset:
-            state.rows, state.links, state.visits = [], [], []
+            state.rows, state.links, state.stage_microbatches = [], [], []
             state.unread["metrics.jsonl"] = 0
         for line in new.lines:
             found = records.metrics_of(line)
@@ -130,7 +130,7 @@ class RunFollower:
             while state.rows and state.rows[-1].iteration >= found.row.iteration:  # done again: the newer line counts
                 state.rows.pop()
             state.rows.append(found.row)
-            state.links, state.visits = found.links, found.visits
+            state.links, state.stage_microbatches = found.links, found.stage_microbatches
         if new.lines or new.reset:
             state.versions["metrics"] += 1
         self._clear_stale_status()
@@ -376,7 +376,7 @@ def load_panel(state: RunState, _folder: Path) -> Panel:
         "iteration": state.rows[-1].iteration if state.rows else None,
         "links": links[:MOST_LINKS],
         "left_out": max(0, len(links) - MOST_LINKS),
-        "visits": state.visits,
+        "visits": state.stage_microbatches,
     }
 
 

@@ -264,7 +264,7 @@ def how_ended(status: int | None) -> str:
 
 
 def log_file(log_folder: Path, name: str) -> Path:
-    return log_folder / f"{name.replace(os.sep, '_')}.log"
+    return log_folder / f"{name}.log"
 
 
 def last_log_line(log_folder: Path, name: str) -> str:

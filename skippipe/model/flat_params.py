@@ -104,9 +104,9 @@ class FlatParams:
             self.optimizer.write_state(name, 0, donor.optimizer.read_state(name, 0, size))
         self.steps = donor.steps
 
-    def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
-        """Squared norm of the mean over the visits, of this node's gradient or of the one `summed` over the stage."""
-        return mean_squared_norm(self.gradient if summed is None else summed, visits, self.values.device)
+    def squared_norm(self, divisor: int = 1, summed: Tensor | None = None) -> float:
+        """Squared norm of this node's gradient, or of the one `summed` over the stage, divided by `divisor`."""
+        return mean_squared_norm(self.gradient if summed is None else summed, divisor, self.values.device)
 
     def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
         """One optimizer step along `scale` times this node's gradient, or times the one `summed` over the stage.
@@ -215,12 +215,12 @@ def _add_gradient(total: Tensor, weight: Tensor) -> None:
         weight.grad = None
 
 
-def mean_squared_norm(summed: Tensor, visits: int, device: torch.device) -> float:
-    """Squared norm of the mean over the visits, of a gradient that was summed over them; computed on this device."""
+def mean_squared_norm(summed: Tensor, divisor: int, device: torch.device) -> float:
+    """Squared norm of a sum of gradients divided by `divisor`; computed on this device."""
     total = torch.zeros((), dtype=torch.float64, device=device)  # and so it is if nothing is trained
     for part in torch.split(summed, HOST_PIECE):  # of each a copy is made, in fp64
         total += torch.linalg.vector_norm(part.to(device), dtype=torch.float64) ** 2
-    return float(total) / max(1, visits) ** 2
+    return float(total) / max(1, divisor) ** 2
 
 
 def _flattened(weights: Mapping[str, nn.Parameter], slots: Sequence[ParamSlot]) -> Tensor:

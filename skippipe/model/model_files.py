@@ -53,7 +53,7 @@ def weight_map_of(folder: Path) -> dict[str, str]:
 
 def check_plain_name(name: str, place: str) -> None:
     """A file is named in a file beside it: by its name, and not by a way to elsewhere."""
-    if Path(name).name != name or name in (".", "..") or "\\" in name:
+    if not name.isprintable() or not name or Path(name).name != name or name in (".", "..") or "\\" in name:
         raise UserError(f"{place}: '{name}' is not the name of a file in this folder")
 
 

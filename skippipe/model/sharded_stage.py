@@ -98,9 +98,9 @@ class ShardedParams:
         for each in self.parts:
             each.clear_gradient()
 
-    def squared_norm(self, visits: int = 1, summed: Tensor | None = None) -> float:
+    def squared_norm(self, divisor: int = 1, summed: Tensor | None = None) -> float:
         whole = self.gradient if summed is None else summed
-        return mean_squared_norm(whole, visits, whole.device)
+        return mean_squared_norm(whole, divisor, whole.device)
 
     def step(self, rate: float, scale: float, summed: Tensor | None = None) -> None:
         whole = self.gradient if summed is None else summed

@@ -73,7 +73,7 @@ class MetricsLine(NamedTuple):
 
     row: MetricsRow
     links: LinkBytes
-    visits: list[int]
+    stage_microbatches: list[int]
     """Microbatches in the gradient of each stage."""
     run: str = ""
     """The id of the run."""
@@ -96,8 +96,8 @@ def metrics_of(line: bytes) -> MetricsLine | None:
         return None
     figures, more = ([_as_number(found.get(name)) for name in names] for names in (FIGURES, MORE_FIGURES))
     row = MetricsRow._make((iteration, *figures, as_count(found.get("iterations")), *more))
-    visits = [as_count(each) or 0 for each in as_list(found.get("visits"))]
-    return MetricsLine(row, _links(found.get("links")), visits, _as_text(found.get("run")))
+    stage_microbatches = [as_count(each) or 0 for each in as_list(found.get("visits"))]
+    return MetricsLine(row, _links(found.get("links")), stage_microbatches, _as_text(found.get("run")))
 
 
 def event_of(line: bytes) -> tuple[EventRecord, str] | None:

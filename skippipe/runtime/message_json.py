@@ -23,14 +23,14 @@ MESSAGE_TYPES: dict[str, type[ControlMessage]] = {
 }
 _ANY_CONTROL: Any = Union[tuple(MESSAGE_TYPES.values())]  # noqa: UP007  the types are known at run time only
 _FLOATS = {
-    say: {each.name for each in msgspec.structs.fields(kind) if "float" in str(each.type)}
+    say: {each.encode_name for each in msgspec.structs.fields(kind) if "float" in str(each.type)}
     for say, kind in MESSAGE_TYPES.items()
 }
 
 
 def to_json(control: ControlMessage) -> dict[str, Any]:
-    fields = {name: _to_plain(getattr(control, name)) for name in control.__struct_fields__}
-    return {"say": control.__struct_config__.tag, **fields}
+    names = zip(control.__struct_encode_fields__, control.__struct_fields__, strict=True)
+    return {"say": control.__struct_config__.tag, **{name: _to_plain(getattr(control, field)) for name, field in names}}
 
 
 def from_json(value: Any) -> ControlMessage:

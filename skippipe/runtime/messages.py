@@ -115,7 +115,7 @@ class DrainAck(ControlMessage, frozen=True):
 
     iteration: Count
     epoch: Count
-    visits: list[list[Count]]
+    contribution: list[list[Count]] = msgspec.field(name="visits")
 
 
 class Averaged(ControlMessage, frozen=True):
@@ -124,7 +124,7 @@ class Averaged(ControlMessage, frozen=True):
     iteration: Count
     epoch: Count
     squared_norm: float
-    visits: list[list[Count]]
+    contribution: list[list[Count]] = msgspec.field(name="visits")
     """Lane and microbatch of all that are in this node's sum of gradients."""
     tasks: list[list[Count]]
     """Lane, microbatch, step, ready, start and end in ns since the iteration began here, and the device unless it is
@@ -350,7 +350,7 @@ class Average(ControlMessage, frozen=True):
 
     iteration: Count
     epoch: Count
-    visits: list[Count]
+    stage_microbatches: list[Count] = msgspec.field(name="visits")
     """Microbatches in the sum of each stage."""
 
 

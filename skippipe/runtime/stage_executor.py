@@ -120,7 +120,7 @@ class StageExecutor:
             case ops.AdoptPiece():
                 return self._averager.adopt(work.piece, work.given)
             case ops.GradNorm():
-                return self._grad_norm(work.visits, alone=work.alone)
+                return self._grad_norm(work.stage_microbatches, alone=work.alone)
             case ops.OptimizerStep():
                 return self._step(work.rate, work.scale)
             case ops.ReadWeights():
@@ -176,12 +176,12 @@ class StageExecutor:
             gradient.zero_()
         return sound
 
-    def _grad_norm(self, visits: int, *, alone: bool) -> float:
+    def _grad_norm(self, stage_microbatches: int, *, alone: bool) -> float:
         """Squared norm of the mean gradient. It may be asked for again: averaging is repeated when a peer is lost."""
         if alone:
             self.tasks.weights.collect()
         summed = None if alone else self._averager.summed
-        count = self._recipe.divisor(visits, self._microbatches)
+        count = self._recipe.divisor(stage_microbatches, self._microbatches)
         self._averaged = count, summed
         return self.tasks.weights.squared_norm(count, summed)
 

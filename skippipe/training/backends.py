@@ -86,6 +86,8 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
         config = replace(node_config, plan=plan)
         return build_node_executor(node, config, devices, sampler, packing=False, held_out=held_out)
 
+    if run.resumed:  # what an earlier coordinator has logged is not about what comes now
+        run.begin_journal()
     executors = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(
         node_config.plan,

@@ -146,7 +146,7 @@ def grow(young: CheckpointOrigin, run: Run, begin: Callable[[], None] = lambda: 
         state.copy_to(writer, places, optimizer, dict(bridges.named_weights()) if bridges else {})
         files += writer.finish()
     steps = [state.steps(each) for each in layer_ranges(node_config.plan.layers)]
-    assert not run.recovered_records, "a run that begins has none"
+    run.begin_journal()
     run.wal.close()
     checkpoints.commit(unfinished, manifest_of(node_config, made.iterations, steps, files, run.run_id))
     return Grown(checkpoints.complete()[0], copied)

@@ -260,7 +260,7 @@ class MetricsFile(Callback):
         links = [[self._names[a], self._names[b], count] for (a, b), count in sorted(report.sent_bytes.items())]
         counted = {**COUNTED, **self._metrics.of(report), "iterations": self._iterations}
         row: dict[str, Any] = {**counted, "time": time.time()}
-        self._write(report.iteration, row | {"links": links, "visits": list(report.visits), **self._run})
+        self._write(report.iteration, row | {"links": links, "visits": list(report.stage_microbatches), **self._run})
 
     def validated(self, report: ValidationReport) -> None:
         """The line of the iteration is written again, with the held-out loss."""

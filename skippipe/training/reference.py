@@ -82,7 +82,7 @@ class ReferenceTrainer:
             for lane, each in enumerate(plan.lanes)
             for microbatch in range(each.microbatches)
         ]
-        counts = [self.recipe.divisor(visits, plan.microbatches) for visits in plan.exposure]
+        counts = [self.recipe.divisor(each, plan.microbatches) for each in plan.exposure]
         self.sum_gradients()
         divided = list(zip(self.stages, counts, strict=True))
         norm, scale = self.learning.clipping(stage.weights.squared_norm(count) for stage, count in divided)

@@ -124,7 +124,8 @@ class Run(RunOptions):
 
     @cached_property
     def recovered_records(self) -> list[dict[str, Any]]:
-        """The journal of an earlier coordinator, if its nodes may still be there: those that join by themselves."""
+        """The journal of an earlier coordinator, if its nodes may still be there: those that join by themselves. Empty:
+        this run begins a journal of its own."""
         found = self.wal.records
         if self.resumed and found and journal_run_id(found) != self.run_id:
             raise UserError(f"{self.wal.path}: was written by another run; move it away to go on from a checkpoint")
@@ -140,8 +141,12 @@ class Run(RunOptions):
                     "or remove the file to go on from a checkpoint"
                 )
             return list(found)
-        self.wal.rewrite([{"run": self.run_id}] if self.run_id else [])
         return []
+
+    def begin_journal(self) -> None:
+        """Replace the journal of an earlier coordinator by an empty one, unless this run goes on with it."""
+        if not self.recovered_records:
+            self.wal.rewrite([{"run": self.run_id}] if self.run_id else [])
 
     @cached_property
     def wal_writer(self) -> WalWriter:
@@ -220,6 +225,7 @@ class Run(RunOptions):
         from skippipe.planner.repair.repair import compile_repair
 
         threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
+        self.begin_journal()
         server.run(
             self.resumed_settings,
             callback,

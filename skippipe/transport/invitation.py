@@ -23,14 +23,14 @@ import zmq
 from zmq.utils import z85
 
 from skippipe.errors import UserError
+from skippipe.node_names import check_name
 from skippipe.transport.addresses import MOST_ADDRESSES, join_address, split_address
-from skippipe.transport.keys import KeyPair, check_name
+from skippipe.transport.keys import KeyPair
 
 PREFIX = "skippipe:"
 VERSION = 1
 TOKEN_BYTES, KEY_BYTES, CHECKSUM_BYTES = 16, 32, 4
 MOST_CHARACTERS = 1024
-LONGEST_NAME = 64
 LATEST_S = 2**32 - 1
 HOST_NAME = re.compile(r"[0-9A-Za-z]([0-9A-Za-z._-]{0,251}[0-9A-Za-z])?")
 AGAIN = "copy the whole string again, or ask for a new one"
@@ -50,8 +50,6 @@ class Invitation:
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
-        if len(self.name.encode()) > LONGEST_NAME:
-            raise UserError(f"'{self.name}': a name in an invitation has at most {LONGEST_NAME} bytes")
         if not 0 < len(self.addresses) <= MOST_ADDRESSES:
             raise UserError(f"an invitation has 1 to {MOST_ADDRESSES} addresses of the coordinator")
         if not 0 <= self.expires_s <= LATEST_S:

@@ -15,6 +15,7 @@ from typing import Any, Literal, cast
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, json_text, read_as, write_bytes, write_text
+from skippipe.node_names import check_name, check_names
 
 KEY_FORMAT = "skippipe-key"
 PEERS_FORMAT = "skippipe-peers"
@@ -101,12 +102,6 @@ class KeyFile:
         write_bytes(path, (json_text(self.to_json()) + "\n").encode(), private=True)
 
 
-def check_name(name: str, place: str) -> str:
-    if not name or not name.isprintable() or name != name.strip():
-        raise UserError(f"{place}: {name!a} has odd white space or control characters; use a plain name")
-    return name
-
-
 def texts(fields: Fields, name: str) -> tuple[str, ...]:
     found = fields.items(name)
     if not all(isinstance(each, str) for each in found):
@@ -133,7 +128,8 @@ class IssuedInvitation:
 
     @classmethod
     def from_fields(cls, fields: Fields) -> IssuedInvitation:
-        name, public = fields.text("name"), check_key(fields.text("public"), fields.at("public"))
+        name = check_name(fields.text("name"), fields.at("name"))
+        public = check_key(fields.text("public"), fields.at("public"))
         made_s, expires_s = fields.integer("made_s"), fields.integer("expires_s")
         ended = cast(Literal["", "used", "revoked"], fields.take("ended"))
         if ended not in ("", "used", "revoked"):
@@ -176,10 +172,10 @@ class PeerList:
     """Names, of those who were invited or admitted, that are relays and no nodes."""
 
     def __post_init__(self) -> None:
+        check_names({f"peers.{check_name(name, 'peers')}": name for name in self.peers})
         first: dict[str, str] = {}
         shut_out = {each.public for each in self.revoked}
         for name, public in self.peers.items():
-            check_name(name, "peers")
             check_key(public, f"peers.{name}")
             if first.setdefault(public, name) != name:
                 raise UserError(f"peers.{name}: the key is already that of '{first[public]}'; every node needs its own")

@@ -19,6 +19,7 @@ from typing import Any
 
 from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, fsync_path, json_text, read_as, write_text
+from skippipe.node_names import check_name, check_names
 from skippipe.transport.invitation import Invitation
 from skippipe.transport.keys import (
     THE_COORDINATOR,
@@ -27,7 +28,6 @@ from skippipe.transport.keys import (
     KeyPair,
     PeerList,
     RevokedKey,
-    check_name,
 )
 
 KEY_FILE, PEERS_FILE, SEEN_FILE = "coordinator.key", "peers.json", "seen.json"
@@ -142,12 +142,14 @@ class MemberStore:
                     f"--name {name}: is a member already, with the key {fingerprint(known.peers[name])}…; "
                     "choose another name, or revoke that one first"
                 )
+            others = [each for each in (*known.expected(now_s), *known.relays) if each != name]
+            check_names({f"member '{each}'": each for each in others} | {"--name": name})
             where = addresses or known.addresses
             made[:] = [Invitation(name, coordinator, where, now_s + round(lasting_s))]
             issued = IssuedInvitation(name, made[0].keys.public, now_s, made[0].expires_s)
-            others = _ended(known.invitations, now_s, lambda each: each.name == name)
+            ended = _ended(known.invitations, now_s, lambda each: each.name == name)
             relays = (*(each for each in known.relays if each != name), *([name] if relay else []))
-            return replace(known, addresses=where, invitations=(*others, issued), relays=relays)
+            return replace(known, addresses=where, invitations=(*ended, issued), relays=relays)
 
         self.change(work)
         return made[0]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, Manifest, hold, verified
+from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, Manifest, verified
 from skippipe.checkpoint.manager import CheckpointManager, export, origin_of
 from skippipe.codecs import decode, encode
 from skippipe.data.tokenizer import TextTokenizer, train_bpe
@@ -24,6 +23,7 @@ from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan
 from skippipe.runs.tail import model_run_id
+from skippipe.runs.wal import WriteAheadLog
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
@@ -100,25 +100,6 @@ def test_going_on_with_other_stages_and_other_nodes(tmp_path: Path, tokenizer: T
     rest, _, _ = run(other, spec, checkpoints, tokenizer, origin=origin)
     for ours, theirs in zip(rest.reports, whole.reports[4:], strict=True):
         assert ours.loss == pytest.approx(theirs.loss, rel=1e-5)
-
-
-def test_what_another_process_reads_is_not_removed(tmp_path: Path, tokenizer: TextTokenizer) -> None:
-    plan, spec = plan_of(SKIPPED)
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    run(plan, spec, checkpoints, tokenizer, until=2)
-    reads = "import sys; from pathlib import Path; from skippipe.checkpoint.format import Checkpoints; " + (
-        f"print(Checkpoints(Path({str(tmp_path)!r})).hold_newest(), flush=True); sys.stdin.read()"
-    )
-    reader = subprocess.Popen([sys.executable, "-c", reads], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert reader.stdout is not None
-    assert reader.stdout.readline().strip() == str(tmp_path / "000002")
-    run(plan, spec, checkpoints, tokenizer, until=4, origin=origin_of(checkpoints, brief_of(plan, spec)))
-    assert [place.name for place in checkpoints.complete()] == ["000004", "000002"]
-    verified(tmp_path / "000002")
-    reader.communicate(timeout=60)
-    run(plan, spec, checkpoints, tokenizer, origin=origin_of(checkpoints, brief_of(plan, spec)))
-    assert [place.name for place in checkpoints.complete()] == ["000006"]
-    assert not hold(tmp_path / "000002"), "it is removed"
 
 
 def test_only_the_newest_stay_and_a_damaged_one_is_passed_over(tmp_path: Path, tokenizer: TextTokenizer) -> None:
@@ -258,6 +239,34 @@ def test_a_run_says_in_the_end_that_its_last_checkpoint_could_not_be_written(
         assert len(told) == expected
     assert (told[0].kind, told[0].iteration) == ("checkpoint", 5)
     assert told[0].text.startswith("none after 6 iterations: NotADirectoryError")
+
+
+def test_a_journal_is_replaced_only_by_a_run_that_begins(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    plan, spec = plan_of(SKIPPED)
+    records: list[dict[str, Any]] = [{"run": "ours"}, {"plan": plan.to_json()}, {"commit": 0}]
+    wal = WriteAheadLog(tmp_path / "journal")
+    wal.rewrite(records)
+    wal.close()
+
+    def resumed(nodes_join: bool) -> Run:
+        given = brief_of(plan, spec), spec, tokenizer, tmp_path, CoordinatorSettings(LEARNING, 6)
+        return Run(*given, resumed=True, run_id="ours", nodes_join=nodes_join)
+
+    def closed(run: Run) -> list[dict[str, Any]]:
+        """The records of its journal."""
+        run.wal.close()
+        wal = WriteAheadLog(tmp_path / "journal")
+        wal.close()
+        return wal.records
+
+    refused, going_on, beginning = resumed(False), resumed(True), resumed(False)
+    with pytest.raises(UserError, match="no sound checkpoint"):
+        _ = refused.origin
+    assert closed(refused) == records
+    going_on.begin_journal()
+    assert going_on.recovered_records == closed(going_on) == records, "its nodes may still be there"
+    beginning.begin_journal()
+    assert closed(beginning) == [{"run": "ours"}]
 
 
 def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:

@@ -496,8 +496,8 @@ def test_a_step_is_along_the_mean(averaging: Averaging) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "rank-4"])
-@pytest.mark.parametrize(("visits", "scale"), [(0, 1.0), (3, 0.0)])
-def test_no_step_leaves_all_but_the_gradient(visits: int, scale: float, dtype: str) -> None:
+@pytest.mark.parametrize(("stage_microbatches", "scale"), [(0, 1.0), (3, 0.0)])
+def test_no_step_leaves_all_but_the_gradient(stage_microbatches: int, scale: float, dtype: str) -> None:
     computers, pair = replicas(2, dtype), in_rounds(Averaging((0, 1)), dtype)
     for each in computers:
         stepped(each, 1)
@@ -505,7 +505,7 @@ def test_no_step_leaves_all_but_the_gradient(visits: int, scale: float, dtype: s
     before = state_of(computers[0])
     average(computers, pair)
     for each in computers:
-        each.run(GradNorm(visits, alone=False))
+        each.run(GradNorm(stage_microbatches, alone=False))
         each.run(OptimizerStep(RATE, scale))
         assert not gradient_of(each).any()
         assert each.tasks.weights.steps == 1

@@ -71,6 +71,11 @@ BAD = {
         "nodes[1].memory_bytes: a number of some 41 digits",
     ),
     "null overhead": (change("hop_overhead_s", None), "hop_overhead_s: expected a number, found null"),
+    "two files or one": (
+        change("nodes.2.name", "N0"),
+        "nodes[2].name: 'N0' and 'n0', the name of nodes[0].name,",
+    ),
+    "a way to elsewhere": (change("nodes.1.name", "../n1"), "nodes[1].name: '../n1' would be a way to another folder"),
     "newline in name": (change("nodes.0.name", "a\nb"), "nodes[0].name"),
     "no device": (change("nodes.1.devices", 0), "nodes[1].devices: 0 is out of range; give 1 to 64"),
     "unknown mode": (

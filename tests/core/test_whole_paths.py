@@ -62,9 +62,11 @@ def test_a_link_counts_what_an_activation_takes_on_it() -> None:
 
 def test_links_of_the_teachers_hops_are_in_use() -> None:
     plan = published()
-    hops = {hop for path in planned_teacher_paths(taught(plan)).values() for hop in circle(path)}
-    assert not hops <= links_in_use(plan)
-    assert links_in_use(taught(plan)) == links_in_use(plan) | hops
+    teacher = planned_teacher_paths(taught(plan))
+    hops = {hop for path in teacher.values() for hop in circle(path)}
+    untaught = links_in_use(plan, {})
+    assert not hops <= untaught
+    assert links_in_use(plan, teacher) == untaught | hops
 
 
 def test_what_is_lost_is_on_no_path() -> None:

@@ -28,7 +28,7 @@ TOKEN = "a-token-that-is-long"
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    run = RunFolder(tmp_path, plan_of(names=[HOSTILE, "</script>"]))
+    run = RunFolder(tmp_path, plan_of(names=[HOSTILE, "<script>"]))
     run.iteration(0, recorded=True)
     run.event("rerouted", f"last log lines: {HOSTILE}\u2028\r\n\ndata: {{}}", HOSTILE)
     return run
@@ -81,7 +81,7 @@ def test_state(address: str, run: RunFolder) -> None:
     found = get(f"{address}/state")
     assert found.headers["content-type"] == "application/json"
     assert found.json() == panels(run.folder)
-    assert [node["name"] for node in found.json()["map"]["nodes"]][:2] == [HOSTILE, "</script>"]
+    assert [node["name"] for node in found.json()["map"]["nodes"]][:2] == [HOSTILE, "<script>"]
     assert HOSTILE not in get(f"{address}/").text
 
 

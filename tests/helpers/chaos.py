@@ -435,7 +435,9 @@ class Outcome:
 
 
 def _report(row: dict[str, Any]) -> IterationReport:
-    return IterationReport(row["iteration"], row["loss"], 0.0, 0.0, row["seconds"], {}, {}, visits=tuple(row["visits"]))
+    return IterationReport(
+        row["iteration"], row["loss"], 0.0, 0.0, row["seconds"], {}, {}, stage_microbatches=tuple(row["visits"])
+    )
 
 
 def _is_there(pid: int) -> bool:

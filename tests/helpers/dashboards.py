@@ -82,7 +82,7 @@ class RunFolder:
             seconds=1.1 * expected.iteration_s,
             sent_bytes={(use.sender, use.receiver): use.sent_bytes for use in expected.links},
             tasks=tasks,
-            visits=tuple(self.plan.exposure),
+            stage_microbatches=tuple(self.plan.exposure),
             plan=self.plan,
             closing=closing if recorded else {},
         )

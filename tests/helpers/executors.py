@@ -115,8 +115,8 @@ def average(executors: Sequence[StageExecutor], averaging: Averaging | None = No
     return drive([each.run for each in executors], averaging or Averaging(tuple(range(len(executors)))), ops)
 
 
-def stepped(executor: StageExecutor, visits: int, *, alone: bool = True) -> tuple[float, torch.Tensor]:
-    norm = executor.run(GradNorm(visits, alone))
+def stepped(executor: StageExecutor, stage_microbatches: int, *, alone: bool = True) -> tuple[float, torch.Tensor]:
+    norm = executor.run(GradNorm(stage_microbatches, alone))
     executor.run(OptimizerStep(RATE, 1.0))
     assert not gradient_of(executor).any()
     return norm, state_of(executor)

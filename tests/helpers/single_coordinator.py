@@ -194,16 +194,17 @@ class CoordinatorHarness:
         header: Any = replace(message.header, collection=self.env.collections.get(node, 0))  # type: ignore[type-var]
         self.coordinator.on_piece(node, replace(message, header=header))
 
-    def visits(self, node: int) -> list[list[int]]:
+    def contribution(self, node: int) -> list[list[int]]:
         lanes = enumerate(self.coordinator.plan.lanes)
         return [[lane, each] for lane, way in lanes if node in way.path for each in range(way.microbatches)]
 
     def averaged(self, node: int, **others: Any) -> Averaged:
-        report = Averaged(self.coordinator.iteration, self.env.epoch, 4.0, self.visits(node), [], [], [], [])
+        report = Averaged(self.coordinator.iteration, self.env.epoch, 4.0, self.contribution(node), [], [], [], [])
         return structs.replace(report, **others)
 
-    def contributed(self, node: int, visits: list[list[int]] | None = None) -> DrainAck:
-        return DrainAck(self.coordinator.iteration, self.env.epoch, self.visits(node) if visits is None else visits)
+    def contributed(self, node: int, rows: list[list[int]] | None = None) -> DrainAck:
+        rows = self.contribution(node) if rows is None else rows
+        return DrainAck(self.coordinator.iteration, self.env.epoch, rows)
 
     def return_microbatches(self, *lanes: int) -> None:
         """All microbatches, or those of some lanes, return to their data nodes."""

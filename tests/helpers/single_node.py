@@ -148,7 +148,7 @@ def words(work: Op) -> str:
         case AdoptPiece():
             return f"adopt piece {work.piece}"
         case GradNorm():
-            return f"measure {work.visits}{' alone' if work.alone else ''}"
+            return f"measure {work.stage_microbatches}{' alone' if work.alone else ''}"
     return op_name(work)
 
 

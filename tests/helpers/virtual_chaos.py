@@ -106,7 +106,7 @@ class Counting(SymbolicExecutor):
             case PlanTransfer():
                 self.steps = work.origin.steps
             case GradNorm():
-                self._visited = work.visits > 0
+                self._visited = work.stage_microbatches > 0
             case OptimizerStep() if work.scale > 0 and self._visited:
                 self.steps += 1
         return super().run(work)
@@ -169,7 +169,9 @@ class Played:
             lines.append(f"{at_ns / 1e9:10.3f} {event.kind:10} it{event.iteration} {event.node:10} {event.text}")
         coordinator = self.cluster.coordinator
         lines.append(f"{self.cluster.now_ns / 1e9:10.3f} {coordinator.state} {coordinator.failure}")
-        lines += [f"           {report.iteration}: visits {report.visits}" for report in self.cluster.reports]
+        lines += [
+            f"           {report.iteration}: visits {report.stage_microbatches}" for report in self.cluster.reports
+        ]
         return "\n".join(lines)
 
 
@@ -259,7 +261,7 @@ def check_visits(wal: Sequence[Mapping[str, Any]], told: Sequence[Event | Iterat
                 plan = plans[min(each.iteration, len(plans) - 1)]
                 data_lost = data_lost or plan.stage_of.get(plan.cluster.number[each.node]) == 0
             continue
-        plan, visits = plans[each.iteration], list(each.visits)
+        plan, visits = plans[each.iteration], list(each.stage_microbatches)
         assert plan.microbatches == plans[0].microbatches
         assert all(0 <= count <= most for count, most in zip(visits, plan.exposure, strict=True)), (
             f"iteration {each.iteration}: visits {visits} where the plan has {plan.exposure}"
@@ -308,7 +310,7 @@ def check_history(played: Played, states: Sequence[list[tuple[Which, ...]]], unt
             assert len(state) == len(taken), f"stage {stage}: {len(state)} steps of {len(taken)}"
         tail = state[len(state) - len(steps) :]
         for iteration, found in zip(steps, tail, strict=True):
-            counted = cluster.reports[iteration].visits[stage]
+            counted = cluster.reports[iteration].stage_microbatches[stage]
             where = f"stage {stage}, iteration {iteration}"
             assert len(found) == counted, f"{where}: {len(found)} microbatches in the step, {counted} reported"
             planned = sorted(

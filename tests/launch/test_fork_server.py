@@ -61,9 +61,9 @@ def tend(folder: Path) -> None:
     print("not for the nodes", end="")  # stands in the buffer when the nursery forks
     pool = ProcessPool(misbehave, folder / "logs")
     for what in ("0", "7", "crash", "stay"):
-        pool.start(f"a/{what}", {"what": what})
+        pool.start(f"a-{what}", {"what": what})
     deadline = time.monotonic() + RUN_END_S
-    log = folder / "logs" / "a_stay.log"
+    log = folder / "logs" / "a-stay.log"
     while (len(pool.ended) < 3 or not log.exists() or "staying" not in log.read_text()) and time.monotonic() < deadline:
         pool.poll()
         time.sleep(0.01)
@@ -77,11 +77,11 @@ def test_a_pool_says_who_ended_how_and_ends_the_rest(tmp_path: Path) -> None:
         process.join(RUN_END_S)
         assert process.exitcode == 0
     found = json.loads((tmp_path / "found").read_text())
-    assert found["ended"] == {"a/0": 0, "a/7": 7, "a/crash": 1}
+    assert found["ended"] == {"a-0": 0, "a-7": 7, "a-crash": 1}
     assert not any(alive(pid) for pid in found["pids"].values())
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
-    assert logs["a_7.log"] == "told to 7\n"
-    assert "ValueError: as I was told" in logs["a_crash.log"]
+    assert logs["a-7.log"] == "told to 7\n"
+    assert "ValueError: as I was told" in logs["a-crash.log"]
 
 
 def look_until(pool: ProcessPool, done: Callable[[], object]) -> None:

@@ -342,7 +342,12 @@ def test_nodes_that_join(tmp_path: Path, run: Run, capsys: pytest.CaptureFixture
         (("profile", "--local", "2", "--merge", "none.json"), "none.json: no such file"),
         (("profile", "--local", "2", "-o", "."), ".: this is a folder"),
         (("keys", "ann,ann", "keys"), "2 different names of nodes are needed"),
-        (("keys", "ann,coordinator", "keys"), "different names of nodes are needed"),
+        (("keys", "ann,coordinator", "keys"), "'coordinator' is already the name of the coordinator"),
+        (
+            ("keys", "ann,bob", "keys", "--relays", "Bob"),
+            "--relays Bob: 'Bob' and 'bob', the name of node 'bob', would",
+        ),
+        (("keys", "ann,../bob", "keys"), "'../bob' would be a way to another folder"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -125,7 +125,7 @@ def test_a_decision_is_logged_before_any_node_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("visits", "flaw"),
+    ("contribution", "flaw"),
     [
         ([[0, 0], [0, 0]], "counts a microbatch twice"),
         ([[1, 0]], "counts a microbatch that node 'n4' counts too"),
@@ -134,10 +134,10 @@ def test_a_decision_is_logged_before_any_node_is_told() -> None:
         ([[9, 0]], "not in the plan"),
     ],
 )
-def test_a_node_whose_contribution_cannot_be_true_is_evicted(visits: list[list[int]], flaw: str) -> None:
+def test_a_node_whose_contribution_cannot_be_true_is_evicted(contribution: list[list[int]], flaw: str) -> None:
     harness = coordinating()
     harness.send(4, harness.averaged(4))
-    harness.send(3, harness.averaged(3, visits=visits))
+    harness.send(3, harness.averaged(3, contribution=contribution))
     assert harness.env.logged("disconnect") == [(3,)]
     assert flaw in harness.env.events[0].text
     assert_goes_on(harness, 3)
@@ -171,7 +171,7 @@ def test_a_gradient_that_is_not_finite_is_inspected_once() -> None:
         harness.send(node, harness.contributed(node, [] if node == 2 else None))
     assert harness.env.new_messages() == harness.to_all(Average(0, 2, [4, 0, 4]))
     for node in range(6):
-        harness.send(node, harness.averaged(node, **{"visits": []} if node == 2 else {}))
+        harness.send(node, harness.averaged(node, **{"contribution": []} if node == 2 else {}))
     (proceed,) = harness.env.new_messages()[0]
     assert isinstance(proceed, Commit)
     assert proceed.scale > 0
@@ -216,19 +216,19 @@ def test_a_lost_node_and_how_the_iteration_ends_without_it() -> None:
     harness.send(0, MicrobatchDone(0, 1, 0, 1, 3.0))
     assert env.new_messages() == harness.to_all(Drain(0, 2, False))
     accounts = {0: None, 1: None, 2: None, 4: None, 5: [[0, 1]]}
-    for node, visits in accounts.items():
+    for node, contribution in accounts.items():
         assert not env.sent
-        harness.send(node, harness.contributed(node, visits))
+        harness.send(node, harness.contributed(node, contribution))
     assert env.new_messages() == harness.to_all(Average(0, 2, [4, 4, 3])), "what the lost node had added up is lost"
     env.log.clear()
-    for node, visits in accounts.items():
-        harness.send(node, harness.averaged(node, visits=harness.visits(node) if visits is None else visits))
+    for node, contribution in accounts.items():
+        harness.send(node, harness.averaged(node, contribution=contribution or harness.contribution(node)))
     messages = env.new_messages()
     assert all([type(each) for each in messages[node]] == [Commit] for node in accounts)
     assert [each[0] for each in env.log] == ["wal", "wal", *["plan", "send"] * 5]
     assert coordinator.iteration == 1
     assert 3 not in coordinator.plan.stage_of
-    assert env.reports[0].visits == (4, 4, 3)
+    assert env.reports[0].stage_microbatches == (4, 4, 3)
     assert env.reports[0].loss == (2 + 2 + 1 + 3) / 4
 
 

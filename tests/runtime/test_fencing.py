@@ -254,4 +254,4 @@ def test_a_run_gets_over_a_peer_that_reports_all_links_down_all_the_time(reporte
     assert after
     for report in after:
         assert report.plan is not None
-        assert list(report.visits) == report.plan.exposure
+        assert list(report.stage_microbatches) == report.plan.exposure

@@ -80,3 +80,7 @@ def test_control_there_and_back(control: ControlMessage) -> None:
 
 def test_reasons_of_many_lines_arrive_in_one() -> None:
     assert from_json(to_json(Failed("one\ntwo\x1b[2J"))) == Failed("one two [2J")
+
+
+def test_names_of_fields_on_the_wire_stay() -> None:
+    assert [to_json(each)["visits"] for each in (DrainAck(2, 5, [[0, 1]]), Average(2, 3, [4]))] == [[[0, 1]], [4]]

@@ -90,7 +90,7 @@ def test_many_nodes_are_one_process_whatever_the_recipe(recipe: SkipSchedule, op
     cluster = assert_exact(short, spec, COARSE, recipe, whole)
     planned: dict[PathLength, Any] = {3: tuple(short.exposure), 4: tuple(whole.exposure)}
     lengths = [recipe.visited(number, 5, 4, 0) for number in range(5)]
-    assert [report.visits for report in cluster.reports] == [planned[length] for length in lengths]
+    assert [report.stage_microbatches for report in cluster.reports] == [planned[length] for length in lengths]
     plain = ReferenceTrainer(
         short, spec, COARSE, sampler_of(short), recipe=SkipSchedule(recipe.skip), plans={4: whole}, iterations=5
     )
@@ -104,7 +104,9 @@ def test_many_nodes_are_one_process_with_paths_of_several_lengths_in_an_iteratio
     short, spec = plan_of(SHORT)
     mixed = replace(short, lanes=MIXED)
     cluster = assert_exact(short, spec, COARSE, recipe, plans={(4, 3, 3, 3): mixed})
-    assert [report.visits for report in cluster.reports] == [tuple(short.exposure)] + 4 * [tuple(mixed.exposure)]
+    assert [report.stage_microbatches for report in cluster.reports] == [tuple(short.exposure)] + 4 * [
+        tuple(mixed.exposure)
+    ]
     cluster = assert_exact(mixed, spec, COARSE, SkipSchedule("0 & 3 x 1/4"), plans={(4, 3, 3, 3): mixed})
     assert [record["visited"] for record in plan_records(cluster.wal)] == [(4, 3, 3, 3)]
 

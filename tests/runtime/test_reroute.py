@@ -434,13 +434,13 @@ def test_a_microbatch_that_comes_again_before_its_weight_gradients_were_added_go
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_by_the_one_who_has_made_it() -> None:
-    for poison, visits in ((False, [[0, 0]]), (True, [])):
+    for poison, contribution in ((False, [[0, 0]]), (True, [])):
         bench = on_lane_0(5, 3)
         bench.executor.poison = poison
         bench.take(0, hop(0, 5)).work()
         bench.hear(Drain(0, 1, True))
         assert bench.work() == ["check finite"]
-        assert bench.heard() == [DrainAck(0, 1, visits)]
+        assert bench.heard() == [DrainAck(0, 1, contribution)]
 
 
 def test_a_change_while_a_gradient_is_inspected_forgets_nothing() -> None:

@@ -399,7 +399,7 @@ def test_a_sandwich_becomes_a_plan_with_paths_of_both_lengths(folder: Path) -> N
     virtual(made, nodes, lambda: False)
     one_process(made, oracle, lambda: False)
     assert [loss for loss, _ in nodes.found] == pytest.approx([loss for loss, _ in oracle.found], rel=1e-4)
-    assert [visits for _, visits in nodes.found] == [tuple(made.plans[each].exposure) for each in (2, 2, mix, mix, mix)]
+    assert [counts for _, counts in nodes.found] == [tuple(made.plans[each].exposure) for each in (2, 2, mix, mix, mix)]
     for skip in ("2 x 0 & 1/3", "0 & 2 x 1/3"):
         assert "a multiple of 6" in complaint_of(folder, f"[recipe]\nskip = '{skip}'\n[batch]\nmicrobatches = 9")
 
@@ -426,7 +426,7 @@ class Losses(Callback):
         self.found: list[tuple[float, tuple[int, ...]]] = []
 
     def iteration_done(self, report: IterationReport) -> None:
-        self.found.append((report.loss, report.visits))
+        self.found.append((report.loss, report.stage_microbatches))
 
 
 def test_nodes_follow_the_recipe_of_a_job(folder: Path) -> None:
@@ -437,7 +437,7 @@ def test_nodes_follow_the_recipe_of_a_job(folder: Path) -> None:
     assert [loss for loss, _ in nodes.found] == pytest.approx([loss for loss, _ in oracle.found], rel=1e-4)
     assert len({loss for loss, _ in oracle.found}) == 5
     planned = [tuple(made.plans[length].exposure) for length in (2, 2, 3, 2, 2)]
-    assert [visits for _, visits in nodes.found] == planned
+    assert [counts for _, counts in nodes.found] == planned
 
 
 # Briefs on the wire

@@ -50,7 +50,9 @@ def admission(tmp_path: Path) -> Iterator[LocalAdmission]:
         yield LocalAdmission(tmp_path / "cluster", stack)
 
 
-names = st.text(st.characters(codec="utf-8", categories=["L", "N", "P"]), min_size=1, max_size=12)
+names = st.text(
+    st.characters(codec="utf-8", categories=["L", "N", "P"], exclude_characters="/"), min_size=1, max_size=12
+).filter(lambda name: name not in (".", ".."))
 addresses = st.sampled_from(["10.0.0.1:5555", "[2001:db8::7]:5555", "coordinator.example.org:443", "[::1]:2"])
 
 

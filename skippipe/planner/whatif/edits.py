@@ -18,6 +18,7 @@ from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.cost_model import cost_model_of, device_bytes
 from skippipe.dispatch import Dispatch
 from skippipe.errors import Infeasible
+from skippipe.node_names import file_identity, with_ending
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.repair.repair import repaired
 from skippipe.planner.search.state import move_microbatches
@@ -155,9 +156,9 @@ def one_more_slot(plan: Plan, node: int) -> Plan:
 def with_twin(plan: Plan, node: int) -> Plan:
     """One more node like this one, with the same links, on its stage; no lane uses it yet."""
     cluster, twin = plan.cluster, len(plan.cluster)
-    names, name = set(cluster.number), f"{cluster.nodes[node].name}-twin"
-    while name in names:
-        name += "-twin"
+    names, ending = {file_identity(name) for name in cluster.number}, "-twin"
+    while file_identity(name := with_ending(cluster.nodes[node].name, ending)) in names:
+        ending += "-twin"
 
     def grown(matrix: Matrix, between: float) -> Matrix:
         """The matrix with the node's row and column again; `between` is the value between the two."""

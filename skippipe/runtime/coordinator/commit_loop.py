@@ -300,20 +300,20 @@ class CommitLoop:
     def _commit(self) -> None:
         """All nodes have the mean gradient. The decision is logged before any node is told."""
         current, progress = self.current, self.replanner.progress
-        visits, norms = current.visits, current.norms
+        stage_microbatches, norms = current.stage_microbatches, current.norms
         if current.not_finite:
             bad = ", ".join(map(str, current.not_finite))
             self.context.log_event("not-finite", f"the gradient of stage {bad}; the node that made it has left it out")
         norm, scale = self.settings.optim.clipping(norms)
         if math.isfinite(norm):
-            progress.stepped(visits, norms)
+            progress.stepped(stage_microbatches, norms)
         else:
             scale = 0.0
             self.context.log_event("not-finite", "the gradient is still not finite: no step is taken")
         rate = self.settings.optim.rate_at(current.number)
         report = current.report(rate, norm, self.detector.iteration_s)
         self.callback.iteration_done(report)  # before it is logged: rather twice than never
-        self.env.append_wal(commit_record(current.number, rate, scale, report.loss, visits, progress))
+        self.env.append_wal(commit_record(current.number, rate, scale, report.loss, stage_microbatches, progress))
         self.epoch, self.recovery.backup.completed = current.epoch, current.number + 1
         self.detector.committed()
         self.replanner.estimator.update(current.reports)

@@ -195,7 +195,7 @@ class IterationReport:
     """Sender and receiver → bytes of tensors."""
     tasks: dict[int, list[list[int]]]
     """Node → its tasks, if they were recorded (see `Averaged`)."""
-    visits: tuple[int, ...] = ()
+    stage_microbatches: tuple[int, ...] = ()
     """Microbatches in the gradient of each stage."""
     plan: Plan | None = None
     """The plan of this iteration; None in one process."""

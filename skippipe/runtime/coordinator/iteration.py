@@ -45,9 +45,9 @@ class ContributionLog:
     def all_returned(self, routes: Sequence[Route]) -> bool:
         return all(self.returned.get(lane, 0) == route.microbatches for lane, route in enumerate(routes))
 
-    def flaw(self, plan: Plan, node: int, visits: Iterable[Sequence[int]]) -> str:
+    def flaw(self, plan: Plan, node: int, contribution: Iterable[Sequence[int]]) -> str:
         """What cannot be true of the contribution that a node reports; empty if nothing."""
-        rows = [tuple(row) for row in visits]
+        rows = [tuple(row) for row in contribution]
         if not all(
             len(row) == 2 and row[0] < len(plan.lanes) and row[1] < plan.lanes[row[0]].microbatches for row in rows
         ):
@@ -60,10 +60,10 @@ class ContributionLog:
                 return f"counts a microbatch that node '{plan.cluster.nodes[other].name}' counts too"
         return ""
 
-    def add_contribution(self, node: int, visits: Iterable[Sequence[int]]) -> None:
-        self.contributed[node] = frozenset((lane, microbatch) for lane, microbatch in visits)
+    def add_contribution(self, node: int, contribution: Iterable[Sequence[int]]) -> None:
+        self.contributed[node] = frozenset((lane, microbatch) for lane, microbatch in contribution)
 
-    def visits(self, plan: Plan) -> list[int]:
+    def stage_microbatches(self, plan: Plan) -> list[int]:
         """Microbatches in the gradient of each stage."""
         return [sum(len(self.contributed.get(node, ())) for node in stage.nodes) for stage in plan.stages]
 
@@ -119,14 +119,14 @@ class Iteration:
             case MicrobatchDone() if control.epoch >= self.first_epoch:  # a reroute keeps what has returned
                 self._on_returned(node, control)
             case DrainAck() if control.epoch == self.epoch and self._drain is DrainState.DRAINING:
-                if self._accept_contribution(node, control.visits):
+                if self._accept_contribution(node, control.contribution):
                     self._drained.add(node)
                     self._average_if_drained()
             case Averaged() if control.epoch == self.epoch and self._drain in (
                 DrainState.AS_PLANNED,
                 DrainState.AVERAGING,
             ):
-                if self._is_sound(node, control) and self._accept_contribution(node, control.visits):
+                if self._is_sound(node, control) and self._accept_contribution(node, control.contribution):
                     self.reports[node] = control
                     return self.complete()
             case _:  # of an earlier epoch
@@ -195,8 +195,8 @@ class Iteration:
         return [next((norm for norm in each if not math.isfinite(norm)), each[0]) if each else 0.0 for each in reported]
 
     @property
-    def visits(self) -> list[int]:
-        return self.log.visits(self.plan)
+    def stage_microbatches(self) -> list[int]:
+        return self.log.stage_microbatches(self.plan)
 
     @property
     def awaited(self) -> list[int]:
@@ -214,7 +214,7 @@ class Iteration:
             seconds=seconds,
             sent_bytes={(node, to): count for node, report in reports for to, count in report.sent_bytes},
             tasks={node: report.tasks for node, report in reports if report.tasks},
-            visits=tuple(self.visits),
+            stage_microbatches=tuple(self.stage_microbatches),
             plan=self.plan,
             closing={node: tuple(report.closing) for node, report in reports if report.closing},
             copies={node: report.copies for node, report in reports if report.copies},
@@ -227,11 +227,11 @@ class Iteration:
             self.log.add_returned(control.lane, control.microbatch, control.loss)
             self._drain_if_returned()
 
-    def _accept_contribution(self, node: int, visits: list[list[int]]) -> bool:
-        if flaw := self.log.flaw(self.plan, node, visits):
+    def _accept_contribution(self, node: int, contribution: list[list[int]]) -> bool:
+        if flaw := self.log.flaw(self.plan, node, contribution):
             self.evict(node, f"it {flaw}")
             return False
-        self.log.add_contribution(node, visits)
+        self.log.add_contribution(node, contribution)
         return True
 
     def _is_sound(self, node: int, report: Averaged) -> bool:
@@ -261,7 +261,7 @@ class Iteration:
     def _average_if_drained(self) -> None:
         if self._drained >= self.nodes:
             self._drain = DrainState.AVERAGING
-            self.broadcast(Average(self.number, self.epoch, self.visits))
+            self.broadcast(Average(self.number, self.epoch, self.stage_microbatches))
 
     def _evict_disagreeing(self) -> bool:
         """Evict nodes of a stage whose gradient is not that of most others."""

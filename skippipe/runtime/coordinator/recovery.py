@@ -176,9 +176,9 @@ class StageProgress:
     def nothing(cls, stages: int) -> StageProgress:
         return cls([0] * stages, [0.0] * stages)
 
-    def stepped(self, visits: list[int], norms: list[float]) -> None:
+    def stepped(self, stage_microbatches: list[int], norms: list[float]) -> None:
         """A step was taken on every stage that a microbatch has visited."""
-        self.steps = [steps + (count > 0) for steps, count in zip(self.steps, visits, strict=True)]
+        self.steps = [steps + (count > 0) for steps, count in zip(self.steps, stage_microbatches, strict=True)]
         self.norms = [norm if math.isfinite(norm) else 0.0 for norm in norms]
 
 

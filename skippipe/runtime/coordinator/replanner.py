@@ -22,7 +22,7 @@ from skippipe.runtime.coordinator.settings import RecoverySettings
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
 from skippipe.runtime.coordinator.wal_records import plan_record
 from skippipe.skip_schedule import PathLength, SkipSchedule, parts_of
-from skippipe.whole_paths import find_teacher_paths, links_in_use
+from skippipe.whole_paths import find_teacher_paths, links_in_use, planned_teacher_paths
 
 if TYPE_CHECKING:
     from skippipe.planner.repair.stage_assignment import Reassignment, StageAssignment
@@ -323,7 +323,7 @@ class Replanner:
 
 def _links(plan: Plan) -> frozenset[frozenset[int]]:
     """Pairs of nodes that send each other something."""
-    return frozenset(frozenset(link) for link in links_in_use(plan))
+    return frozenset(frozenset(link) for link in links_in_use(plan, planned_teacher_paths(plan)))
 
 
 def _seconds(iteration_s: float) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Protocol
 
 from skippipe.runtime.coordinator.commit_loop import CommitContext, CommitLoop
@@ -14,7 +13,6 @@ from skippipe.runtime.coordinator.replanner import Replanner
 from skippipe.runtime.coordinator.wal_records import RecoveredLog
 from skippipe.runtime.fencing import first_id
 from skippipe.runtime.messages import Hello
-from skippipe.runtime.relay_pool import RelayInfo
 
 
 class StartupContext(CommitContext, Protocol):
@@ -48,49 +46,7 @@ class Startup:
     def joined(self, node: int, hello: Hello) -> None:
         if self.context.state is CoordinatorState.REJOINING:
             self._hellos[node] = hello
-        self._go_on_if_complete()
-
-    def reach_known(self, node: int, unanswered: str | None, site: str) -> None:
-        """It is known whether a node can be called; if not, at which address nobody answers."""
-        joining = self.context.state is CoordinatorState.JOINING
-        if unanswered is None:
-            self.membership.out_only.pop(node, None)
-        else:
-            self.membership.out_only[node] = site
-            self.replanner.changed |= not joining
-            where = f" at {unanswered}" if unanswered else ""
-            self.context.log_event("joined", f"cannot be called{where}: it calls the others", node)
-        if unanswered != "" and node in self.membership:  # one that says so itself is just joining
-            self._go_on_if_complete()
-
-    def relay_known(self, name: str, info: RelayInfo | None) -> None:
-        """A relay has come, or is gone (None)."""
-        relays, joining = self.membership.relays, self.context.state is CoordinatorState.JOINING
-        if info is None:
-            relays.pop(name, None)
-            self.context.log_event("lost", f"relay '{name}'")
-        else:
-            relays[name], self.membership.relay_since_ns = info, self.env.now_ns()
-            self.replanner.changed |= self.replanner.estimator.relay_came() and not joining
-            rate = f", at most {info.bytes_per_s / 1e6:g} MB/s" if isfinite(info.bytes_per_s) else ""
-            self.context.log_event(
-                "joined", f"relay '{name}' at {info.address}{rate}: nodes that only call out meet there"
-            )
-        if joining:
-            self.prepare_if_complete()
-
-    def relay_only_known(self, a: int, b: int, relay_only: bool) -> None:
-        """Neither of two nodes can call the other: they meet at a relay. If there is none, the link is one that is
-        down, for which neither is to blame. Later they try again."""
-        membership, estimator = self.membership, self.replanner.estimator
-        if not relay_only:
-            membership.relay_only_pairs.discard(frozenset({a, b}))
-            return
-        membership.relay_only_pairs.add(frozenset({a, b}))
-        where = "they meet at a relay" if membership.relays else "a relay would help ('skippipe relay')"
-        self.context.log_event("link-down", f"can neither call '{membership.name(b)}' nor be called by it: {where}", a)
-        if membership.relays:
-            self.replanner.changed |= estimator.relay_came()
+        self.go_on_if_complete()
 
     def lost(self, node: int) -> None:
         self._hellos.pop(node, None)
@@ -125,14 +81,14 @@ class Startup:
         else:
             self.commits.restart("the coordinator was restarted")
 
-    def _go_on_if_complete(self) -> None:
+    def go_on_if_complete(self) -> None:
         """More is known of the nodes that there are, and of how they are reached."""
         if self.context.state is CoordinatorState.JOINING:
-            self.prepare_if_complete()
+            self._prepare_if_complete()
         elif self.context.state is CoordinatorState.REJOINING and not self.missing:
             self.finish_rejoin()
 
-    def prepare_if_complete(self) -> None:
+    def _prepare_if_complete(self) -> None:
         """Once all nodes are connected they build their stages and, if the run is resumed, fetch the checkpoint."""
         if self.missing or self._lacks_relay():
             return
@@ -204,4 +160,4 @@ class Startup:
             self.membership.add(node, MemberState.SPARE, -1, self.env.now_ns())
         self.commits.open(completed)
         self.context.enter(CoordinatorState.JOINING)
-        self.prepare_if_complete()
+        self._prepare_if_complete()

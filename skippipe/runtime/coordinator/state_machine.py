@@ -1,9 +1,9 @@
 """The coordinator's state machine: from the first node that joins to the last weights that are stored.
 
 It moves no tensors while training: per iteration, a few small messages from every node and one to every node. It takes
-messages and lost nodes in, and decides what follows in the state that it is in. Each state has a part that does the
-work: `startup` until all nodes are ready, `commit_loop` while training, with the plan of `replanner` and the state
-sources of `recovery`, `state_gather` for checkpoints and weights; `failure_detector` looks at the clock.
+messages and lost nodes in, and decides what follows. Each state has a part that does the work: `startup` until all
+nodes are ready, `commit_loop` while training, with the plan of `replanner` and the state sources of `recovery`,
+`state_gather` for checkpoints and weights; `failure_detector` looks at the clock, `reachability` at who can call whom.
 
 A decision is in the write-ahead log before any node is told (`wal_records`). So a coordinator that is restarted from
 its log finds the nodes where they are, and they repeat at most one iteration.
@@ -22,6 +22,7 @@ from skippipe.runtime.coordinator.commit_loop import CommitLoop
 from skippipe.runtime.coordinator.failure_detector import FailureDetector
 from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorEnv, CoordinatorState, Event, EventKind
 from skippipe.runtime.coordinator.membership import Member, Membership, MemberState
+from skippipe.runtime.coordinator.reachability import Reachability
 from skippipe.runtime.coordinator.recovery import EmbeddingBackup, RecoverySourceSelector, StageProgress
 from skippipe.runtime.coordinator.replanner import PathLengths, Replanner
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
@@ -117,6 +118,7 @@ class Coordinator:
         self._startup = Startup(
             self, log, resumed_from is not None, membership, env, self._replanner, self._recovery, self._commits
         )
+        self._reachability = Reachability(self, membership, env, self._replanner, self._startup.go_on_if_complete)
         self._commits.open(settings.first_iteration if log.iteration is None else log.iteration + 1)
 
     @property
@@ -225,15 +227,13 @@ class Coordinator:
         self.log_event("refused", f"sends malformed messages, later ones are only counted: {what}", node)
 
     def on_reach(self, node: int, unanswered: str | None, site: str = "") -> None:
-        """A node can be called; or it cannot: where it says it is nobody answers, or it has said so itself (empty).
-        Others of its site may still reach it there."""
-        self._startup.reach_known(node, unanswered, site)
+        self._reachability.reach_known(node, unanswered, site)
 
     def on_relay(self, name: str, info: RelayInfo | None) -> None:
-        self._startup.relay_known(name, info)
+        self._reachability.relay_known(name, info)
 
     def on_relay_only(self, a: int, b: int, relay_only: bool) -> None:
-        self._startup.relay_only_known(a, b, relay_only)
+        self._reachability.relay_only_known(a, b, relay_only)
 
     def _on_hello(self, node: int, hello: Hello) -> None:
         if hello.version != __version__:

@@ -88,13 +88,13 @@ def plan_record(plan: Plan, recovering: Iterable[int], progress: StageProgress, 
 
 
 def commit_record(
-    iteration: int, rate: float, scale: float, loss: float, visits: Sequence[int], progress: StageProgress
+    iteration: int, rate: float, scale: float, loss: float, stage_microbatches: Sequence[int], progress: StageProgress
 ) -> dict[str, Any]:
     return {
         "commit": iteration,
         "rate": rate,
         "scale": scale,
         "loss": loss if math.isfinite(loss) else str(loss),
-        "visits": list(visits),
+        "visits": list(stage_microbatches),
         **vars(progress),
     }

@@ -137,11 +137,11 @@ class AveragingProtocol:
                 self._contribute_if_possible(each.piece)
         return True
 
-    def next(self, visits: int) -> BeginAveraging | ContributePiece | AdoptPiece | GradNorm | None:
+    def next(self, stage_microbatches: int) -> BeginAveraging | ContributePiece | AdoptPiece | GradNorm | None:
         """The operation that goes next if none runs: one that is possible; the norm when all totals are there."""
         if self._possible:
             return heapq.heappop(self._possible)[2]
-        return None if self._incomplete else GradNorm(visits, alone=self._alone)
+        return None if self._incomplete else GradNorm(stage_microbatches, alone=self._alone)
 
     def finished(self, op: ContributePiece | AdoptPiece, payload: Any) -> None:
         """An operation is done: what it gave, or took, goes to others."""

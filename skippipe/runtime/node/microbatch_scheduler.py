@@ -215,7 +215,7 @@ class MicrobatchScheduler:
         return bool(self._running) or any(self._is_deferred(each.task) for each in self._ready)
 
     @property
-    def visits(self) -> list[list[int]]:
+    def contribution(self) -> list[list[int]]:
         """Lane and microbatch of all that are in this node's sum of gradients."""
         return [list(each) for each in sorted(self.contributed)]
 
@@ -316,7 +316,7 @@ class MicrobatchScheduler:
             self._iteration,
             self._node.epoch,
             squared_norm,
-            visits=self.visits,
+            contribution=self.contribution,
             tasks=self.record,
             sent_bytes=[[receiver, count] for receiver, count in sorted(self.sent_bytes.items())],
             speeds=[[kind, *sums] for kind, sums in sorted(self.took_ns.items())],

@@ -163,7 +163,7 @@ class AdoptPiece:
 class GradNorm:
     """Turn the sum of gradients into their mean over the microbatches that came; gives its squared norm."""
 
-    visits: int
+    stage_microbatches: int
     alone: bool
     """The node is alone in its stage: its own sum is meant, instead of the sum over the stage."""
 

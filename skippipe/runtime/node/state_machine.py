@@ -261,7 +261,7 @@ class TrainingNode(BaseNode):
             self.ops.start(samples)
         if self._start_teaching():
             return
-        if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._visits)) is not None:
+        if self.phase is NodePhase.AVERAGING and (op := self._averaging.next(self._stage_microbatches)) is not None:
             self.ops.start(op)
         self._start_tasks()
         if self.phase is NodePhase.DRAINING and not self._scheduler.has_deferred:
@@ -316,7 +316,7 @@ class TrainingNode(BaseNode):
         self._scheduler = MicrobatchScheduler(
             self._schedule, self.iteration, self, self._env, self.ops, self._teacher, recorded=recorded
         )
-        self._visits = self.plan.exposure[self.stage]
+        self._stage_microbatches = self.plan.exposure[self.stage]
         self._gone: frozenset[int] = frozenset()
         self._averaging = self._new_attempt()
         self._as_planned = True
@@ -416,7 +416,7 @@ class TrainingNode(BaseNode):
                 self.phase = NodePhase.DRAINING
                 self._scheduler.drain()
             case Average() if self.phase is NodePhase.DRAINED and change.epoch == self.epoch:
-                self._visits = change.visits[self.stage]
+                self._stage_microbatches = change.stage_microbatches[self.stage]
                 self._take_early()
                 self._average()
             case _:
@@ -466,7 +466,7 @@ class TrainingNode(BaseNode):
         self.ops.start_next()
 
     def _acknowledge_drain(self) -> None:
-        self._env.send_control(DrainAck(self.iteration, self.epoch, self._scheduler.visits))
+        self._env.send_control(DrainAck(self.iteration, self.epoch, self._scheduler.contribution))
 
     # Averaging
 

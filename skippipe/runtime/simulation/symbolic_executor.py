@@ -31,7 +31,7 @@ class Gradient:
     """Stands for a piece of a summed gradient: which microbatches are in it, and how often."""
 
     piece: int
-    visits: Counter[MicrobatchKey]
+    microbatches: Counter[MicrobatchKey]
     nbytes: int = 0
 
 
@@ -120,15 +120,15 @@ class SymbolicExecutor:
             case ops.AdoptPiece():
                 assert op.piece not in self._expected, "a total without this node's contribution"
                 assert op.given.piece == op.piece, (op.given, op.piece)
-                self._pieces[op.piece] = op.given.visits.copy()
+                self._pieces[op.piece] = op.given.microbatches.copy()
             case ops.GradNorm():
                 whole = [self._sum] if op.alone else list(self._pieces.values())
                 assert op.alone or len(whole) == self._number_of_pieces > 0, f"totals are missing: {self._pieces}"
                 assert all(piece == whole[0] for piece in whole), (self._node, whole)
                 assert all(count == 1 for count in whole[0].values()), f"a microbatch counts twice: {whole[0]}"
-                assert whole[0].total() == op.visits, (self._node, whole[0], op.visits)
+                assert whole[0].total() == op.stage_microbatches, (self._node, whole[0], op.stage_microbatches)
                 self._mean, self._pieces = whole[0].copy(), {}
-                return float("nan") if self._spoiled else float(op.visits)
+                return float("nan") if self._spoiled else float(op.stage_microbatches)
             case ops.OptimizerStep():
                 assert not self._held, "a microbatch is still here"
                 if op.scale > 0:
@@ -239,13 +239,13 @@ class SymbolicExecutor:
         self._expected.remove(op.piece)
         earlier = range(op.piece // self._of_round * self._of_round)
         assert self._pieces.keys() >= set(earlier), "a contribution before all totals of the round before are here"
-        visits = self._sum.copy()
+        microbatches = self._sum.copy()
         for each in op.given:
             assert each.piece == op.piece, (each, op.piece)
-            visits += each.visits
+            microbatches += each.microbatches
         if op.total:
-            self._pieces[op.piece] = visits.copy()
-        return Gradient(op.piece, visits)
+            self._pieces[op.piece] = microbatches.copy()
+        return Gradient(op.piece, microbatches)
 
 
 def _backup_slices(source: int, iterations: int) -> list[StateSlice]:
