@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import combinations
@@ -18,11 +17,10 @@ from skippipe.collectives.low_rank import LowRankAverager, Matrix, multiply, ort
 from skippipe.collectives.peer_to_peer import GradientAverager
 from skippipe.collectives.schedule import Averaging, Piece
 from skippipe.collectives.torch_allreduce import InPlaceAverager
-from skippipe.collectives.transfers import Columns, columns_of_schedule, columns_of_stars
 from skippipe.runtime.node.ops import AdoptPiece, BeginAveraging, ContributePiece, GradNorm, OptimizerStep
 from skippipe.runtime.stage_executor import StageExecutor
 from tests.helpers.executors import RATE, average, computer_of, drive, gradient_of, noise, state_of, stepped
-from tests.helpers.plans import AVERAGING_KINDS, drawn_averaging, relayed
+from tests.helpers.plans import ALL_AVERAGING_KINDS, averaging_of, drawn_averaging
 from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
@@ -31,63 +29,6 @@ CODECS = ["fp32", "bf16", "int8", "int2"]
 MATRICES = [Matrix(0, 16, 12), Matrix(200, 9, 10)]
 REST = [*range(192, 200), *range(290, VALUES)]
 TREES = Averaging((0, 1, 2), (Piece(0, 5, ((1, 2),)), Piece(2, 3, ((0, 1),)), Piece(1, 1)))
-
-
-KINDS = (*AVERAGING_KINDS, "direct exchange with relays", "trees with relays")
-
-
-def without_joins(columns: Columns) -> tuple[list[tuple[int, int]], list[int]]:
-    """Which transfer each one waits for, and for how many each waits."""
-    transfers = len(columns.own)
-    pairs = [tuple(pair) for pair in columns.pairs.tolist()]
-    assert [sum(after == transfers + join for _, after in pairs) for join in range(len(columns.joins))] == [
-        *columns.joins
-    ]
-    assert Counter(after for _, after in pairs if after < transfers) == +Counter(
-        dict(enumerate(columns.missing.tolist()))
-    )
-    to_join = [before for before, after in pairs if after >= transfers]
-    assert not {before for before, after in pairs if after < transfers} & set(to_join), "they lead to nothing else"
-    found = [pair for pair in pairs if max(pair) < transfers]
-    for join in range(transfers, transfers + len(columns.joins)):
-        before, after = ([pair[which] for pair in pairs if pair[1 - which] == join] for which in (0, 1))
-        found += [(each, other) for each in before for other in after]
-    waits = Counter(after for _, after in found)
-    return found, [waits[number] for number in range(transfers)]
-
-
-@pytest.mark.parametrize("kind", ["direct exchange", "direct exchange with relays"])
-@pytest.mark.parametrize("seed", range(20))
-def test_an_exchange_has_the_same_transfers_in_both_ways(seed: int, kind: str) -> None:
-    averaging = averaging_of(seed, kind, 2 + seed % 6)
-    quick, general = columns_of_stars(averaging), columns_of_schedule(averaging)
-    for mine, theirs in zip(quick[:7], general[:7], strict=True):
-        assert mine.tolist() == theirs.tolist()
-    found, waits = without_joins(quick)
-    assert sorted(found) == sorted(map(tuple, general.pairs.tolist()))
-    assert waits == general.missing.tolist()
-    assert len(quick.own) == 2 * (len(averaging.order) - 1) * len(averaging.pieces) + len(averaging.schedule.forwarded)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(5))
-def test_links_carry_what_the_transfers_of_the_schedule_add_up_to(seed: int, kind: str) -> None:
-    averaging = averaging_of(seed, kind, 2 + seed)
-    sizes, nodes = averaging.piece_bytes(10_007), averaging.nodes
-    expected = Counter[tuple[int, int]]()
-    for each in averaging.schedule.transfers:
-        expected[nodes[each.sender], nodes[each.receiver]] += sizes[each.piece]
-    assert averaging.link_bytes(10_007) == expected
-    assert averaging.links == set(expected)
-
-
-def averaging_of(seed: int, kind: str, size: int) -> Averaging:
-    """Nodes 0 to `size` − 1 average; two more hold other stages, and may be relays as well as the others."""
-    random, (kind, *by) = Random(seed), kind.split(" with ")
-    averaging = drawn_averaging(random, range(size), kind)
-    while by and not averaging.schedule.forwarded:
-        averaging = relayed(random, averaging, range(size + 2))
-    return averaging
 
 
 def in_rounds(averaging: Averaging, codec: str) -> Averaging:
@@ -127,7 +68,7 @@ def summed(
     return sums[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_AVERAGING_KINDS)
 @pytest.mark.parametrize(
     ("size", "codec"), others_slow([(2, "fp32"), *((3, codec) for codec in CODECS), (4, "int8")], [(7, "int2")])
 )
@@ -147,11 +88,15 @@ def test_all_nodes_end_with_the_bits_of_the_sum_whatever_comes_first(kind: str, 
 @pytest.mark.parametrize(
     ("size", "codec", "kind"),
     [
-        *((3, "bf16", kind) for kind in KINDS),
+        *((3, "bf16", kind) for kind in ALL_AVERAGING_KINDS),
         (4, "fp32", "ring"),
-        *(pytest.param(4, "fp32", kind, marks=pytest.mark.slow) for kind in KINDS if " " in kind or "trees" in kind),
-        *(pytest.param(3, "int8", kind, marks=pytest.mark.slow) for kind in KINDS),
-        *(pytest.param(3, "rank-4", kind, marks=pytest.mark.slow) for kind in KINDS),
+        *(
+            pytest.param(4, "fp32", kind, marks=pytest.mark.slow)
+            for kind in ALL_AVERAGING_KINDS
+            if " " in kind or "trees" in kind
+        ),
+        *(pytest.param(3, "int8", kind, marks=pytest.mark.slow) for kind in ALL_AVERAGING_KINDS),
+        *(pytest.param(3, "rank-4", kind, marks=pytest.mark.slow) for kind in ALL_AVERAGING_KINDS),
         (2, "rank-4", "ring"),
     ],
 )
@@ -287,7 +232,7 @@ def test_every_piece_has_a_value_however_small_its_share() -> None:
 # Low rank
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL_AVERAGING_KINDS)
 def test_low_rank_sums_what_lies_in_the_directions_that_it_has_found(kind: str) -> None:
     """As published, with errors of its own for each node; the same bits everywhere, whatever comes first."""
     averaging = averaging_of(4, kind, 4).in_rounds(2)

@@ -150,6 +150,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 AVERAGING_KINDS = ("ring", "direct exchange", "star", "trees")
+ALL_AVERAGING_KINDS = (*AVERAGING_KINDS, "direct exchange with relays", "trees with relays")
 
 
 def relayed(random: Random, averaging: Averaging, relays: Sequence[int]) -> Averaging:
@@ -180,6 +181,15 @@ def drawn_averaging(random: Random, nodes: Sequence[int], kind: str | None = Non
         via = tuple((node, parent) for node, parent in parents.items() if parent != root)
         pieces.append(Piece(root, random.choice([1, 2, 30]), via))
     return Averaging(tuple(order), tuple(pieces))
+
+
+def averaging_of(seed: int, kind: str, size: int) -> Averaging:
+    """Nodes 0 to `size` − 1 average; two more hold other stages, and may be relays as well as the others."""
+    random, (kind, *by) = Random(seed), kind.split(" with ")
+    averaging = drawn_averaging(random, range(size), kind)
+    while by and not averaging.schedule.forwarded:
+        averaging = relayed(random, averaging, range(size + 2))
+    return averaging
 
 
 @st.composite

@@ -76,6 +76,7 @@ FIELDS: dict[str, Any] = {
     "seed": Change(1),
     "cluster": Change("five-sites:6"),
     "model.config": Change("llama-tiny"),
+    "model.layers": Change(6),
     "model.weights": Change("weights", WEIGHTS),
     "model.checkpointing": Change(True),
     "data.texts": Change(["other.txt"], {"data.folder": None}, {"data.folder": None}),
