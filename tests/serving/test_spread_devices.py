@@ -42,7 +42,7 @@ def test_serve_generate_and_eval_over_two_devices(tmp_path: Path) -> None:
         served: str = reply.json()["choices"][0]["text"]
         generate = ("generate", folder, words, "--max-tokens", 20, "--temperature", 0, "--device", device)
         results = tmp_path / f"{device}.json"
-        said_by("eval", folder, "--text", tmp_path / "words.txt", "--device", device, "--json", results)
+        said_by("eval", folder, "--text", tmp_path / "words.txt", "--device", device, "-o", results)
         parts: list[dict[str, Any]] = json.loads(results.read_text())["parts"]
         found.append((served, said_by(*generate), [each["texts"] for each in parts]))
     assert found[0] == found[1]

@@ -164,7 +164,7 @@ def test_nodes_that_only_call_out_meet_at_a_relay(
         said = (tmp_path / f"{(1 + NODES) * bool(listen)}.log").read_text()
         assert [process.exitcode for process in processes] == [0] * (1 + NODES), said
     assert said.count("cannot be called: it calls the others") == NODES, said
-    assert "gone: relay 'hub'" in said and not re.search(r"  gone: (?!relay)", said), said
+    assert "lost: relay 'hub'" in said and not re.search(r"  lost: (?!relay)", said), said
     assert len(place.losses("relayed")) == iterations
     assert place.losses("relayed") == pytest.approx(place.losses("directly"), rel=1e-5)
     assert second.is_alive(), "it waits for the next run"
