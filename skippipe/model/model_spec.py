@@ -62,15 +62,16 @@ def _with_layers(config: Any, layers: int, name: str) -> Any:
     """The same model with another number of layers; UserError if it does not say of which kind they would be."""
     fields = config.to_dict()
     there = fields["num_hidden_layers"]
-    by_layer = [field for field, value in fields.items() if isinstance(value, list) and len(value) == there]
-    for field in by_layer:
-        kinds = {str(kind) for kind in fields[field]}
+    for field, value in fields.items():
+        if "layer" not in field or not isinstance(value, list) or len(value) != there:
+            continue
+        kinds = {str(kind) for kind in value}
         if len(kinds) > 1:
             raise UserError(
                 f"model.layers: '{name}' has {field} of several kinds ({', '.join(sorted(kinds))}), and does not say "
                 f"which of them {layers} layers would have: name a config.json that does, in model.config"
             )
-        fields[field] = fields[field][:1] * layers
+        fields[field] = value[:1] * layers
     return config_from({**fields, "num_hidden_layers": layers})
 
 

@@ -247,9 +247,11 @@ def test_another_number_of_layers(tmp_path: Path) -> None:
     fewer = config_named("llama-46m", layers=8)
     assert {**fewer.to_dict(), "num_hidden_layers": 12} == config_named("llama-46m").to_dict()
     assert config_named("llama-46m", layers=12).to_dict() == config_named("llama-46m", layers=0).to_dict()
-    (tmp_path / "config.json").write_text(json.dumps(tiny("qwen3", num_hidden_layers=4).to_dict()))
+    config = tiny("qwen3", num_hidden_layers=4, eos_token_id=[1, 2, 3, 4])
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
     more = config_named(str(tmp_path), layers=6)
     assert (more.num_hidden_layers, more.layer_types) == (6, ["full_attention"] * 6)
+    assert more.eos_token_id == [1, 2, 3, 4]
     kinds = {"layer_types": ["full_attention", "sliding_attention"] * 2, "use_sliding_window": True}
     (tmp_path / "config.json").write_text(json.dumps({**tiny("qwen3", num_hidden_layers=4).to_dict(), **kinds}))
     with pytest.raises(UserError, match=r"has layer_types of several kinds \(full_attention, sliding_attention\), and"):
