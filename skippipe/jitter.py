@@ -18,7 +18,7 @@ from skippipe.cost_model import NEVER_NS, CostModel, seconds
 from skippipe.errors import UserError
 from skippipe.jit import Floats, Ints
 from skippipe.plan import LONGEST_NS, Plan
-from skippipe.simulator import PlacementCosts, lane_arrays, simulate
+from skippipe.simulator import PlacementCosts, lane_arrays, simulated_times
 from skippipe.timeline import Timing
 from skippipe.whole_paths import links_in_use, planned_teacher_paths
 
@@ -73,7 +73,7 @@ class Spread:
 
 def spread_of(plan: Plan, timing: Timing, jitter: Jitter) -> Spread:
     """Simulate the plan once for every draw."""
-    if simulate(plan, timing).iteration_ns > LONGEST_NS:
+    if simulated_times(plan, timing).iteration_ns > LONGEST_NS:
         raise UserError("jitter: an iteration of this plan takes over forty-eight days without any")
     lanes, teacher = lane_arrays(plan), planned_teacher_paths(plan)
     senders, receivers = np.array(sorted(links_in_use(plan, teacher)), dtype=np.int64).T

@@ -105,7 +105,8 @@ def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
         )
     if job.seed != made.seed:
         raise UserError(f"seed: {job.seed} in the job, {made.seed} in {young.place}; text would be repeated: keep it")
-    config = config_named(job.model.config, made.config["vocab_size"], job.model.layers).to_dict()  # by the text later
+    vocabulary = made.config["vocab_size"]  # the text has another look at it
+    config = config_named(job.model.config, vocabulary, job.model.layers).to_dict()
     differ = differences(made.config, config)
     if differ:
         raise UserError(

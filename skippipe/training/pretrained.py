@@ -52,7 +52,8 @@ def with_pretrained(job: JobConfig) -> JobConfig:
     config = job.model.config
     if config in (ModelConfig.config, str(folder)):
         config = str(folder)
-    _check_deeper(config, job.model.layers, folder)
+    if config != str(folder) or job.model.layers:
+        _check_deeper(config, job.model.layers, folder)
     tokenizer = job.data.tokenizer
     if not tokenizer:
         if not any((folder / name).is_file() for name in TOKENIZER_FILES):

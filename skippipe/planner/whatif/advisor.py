@@ -26,7 +26,7 @@ from skippipe.planner.problem import PlanProgress, PlanRequest, Problem, Strateg
 from skippipe.planner.strategies import compile_search, make_plan
 from skippipe.planner.whatif import edits
 from skippipe.planner.whatif.candidates import Candidate, CandidateEdits, EditKind
-from skippipe.simulator import simulate
+from skippipe.simulator import simulate, simulated_times
 from skippipe.timeline import Timeline, Timing
 from skippipe.validate import validate
 
@@ -256,7 +256,7 @@ def choices(problem: Problem, plan: Plan) -> list[Choice]:
         for name, other in others.items():
             with suppress(UserError):  # lanes that lock up
                 if not validate(other):
-                    taken_ns[name] = simulate(other, timing).iteration_ns
+                    taken_ns[name] = simulated_times(other, timing).iteration_ns
         if taken_ns:
             instead = min(taken_ns, key=lambda name: taken_ns[name])
             found.append(Choice(variable, chosen, instead, taken_ns[instead]))

@@ -158,9 +158,8 @@ class CommitLoop:
         reports.add(node, peer, now_ns)
         cut_off = [receiver for receiver in (node, peer) if {node, peer} & set(membership[receiver].sources)]
         is_costly = bool(cut_off) or (not paused and (used or same_stage))
-        known = pair in relayed and (
-            not membership.relays or pair in membership.relay_only_pairs
-        )  # no fault of the reporter
+        # no fault of the reporter
+        known = pair in relayed and (not membership.relays or pair in membership.relay_only_pairs)
         if pair in estimator.unreachable_pairs() and membership.lacks_relay:  # it was there before: nobody is at fault
             self.replanner.changed = True
             if not paused and (used or same_stage):
