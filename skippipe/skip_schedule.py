@@ -33,7 +33,7 @@ Residual = Literal["plain", "scaled"]
 Gradients = Literal["visitors", "all"]
 USUAL = "1/3 until 65%, 0"
 """The default of training: a last phase with the whole model, begun while the learning rate is still high, wins most of
-the loss back (docs/results.md)."""
+the loss back (docs/results-learning.md)."""
 LONGEST_TURN = 10_000  # iterations after which a turn begins again, at most
 LARGEST_MIX = 1000  # parts into which the microbatches of an iteration are divided, at most
 DIGITS = 20  # of a number in a recipe that are read

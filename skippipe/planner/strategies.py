@@ -322,8 +322,8 @@ def missing_links(cluster: Cluster) -> Flags:
 
 def detours_share(cluster: Cluster) -> float:
     """Share of the seconds or changes for plans over detours: that of the links that are missing. Half of them for any
-    made plans 1% to 5% slower on published20, and took up to three times as long for as many changes (docs/results.md).
-    """
+    made plans 1% to 5% slower on published20, and took up to three times as long for as many changes
+    (docs/results-planning.md)."""
     missing = missing_links(cluster)
     return min(MOST_DETOURS, max(LEAST_DETOURS, float(missing.sum()) / max(1, missing.size - len(missing))))
 

@@ -25,7 +25,7 @@ from skippipe.planner.strategies import make_plan
 from skippipe.skip_schedule import USUAL, SkipSchedule
 
 MOST_STAGES = 1_000
-USUAL_NATS = 0.04  # that the usual recipe of training adds to the loss (docs/results.md)
+USUAL_NATS = 0.04  # that the usual recipe of training adds to the loss (docs/results-learning.md)
 
 ProblemFor = Callable[[int, int, int | None], Problem]
 """Makes the problem for (stages, stages on a path, microbatches; None: the default number)."""

@@ -2,7 +2,7 @@
 
 The model itself is frozen and stays as it is. Bridges and adapters (see `stand_ins`) learn from it: the part of the
 model that a path visits is to say what the whole model says, and its hidden states are to be those of the whole model
-where the path goes on. Settings are the best of those that were tried (docs/results.md); parts of every size, from one
+where the path goes on. Settings are the best that were tried (docs/results-robust.md); parts of every size, from one
 missing stage to half of them, get the same share of the text. From its second time on, the text is partly drawn anew
 from the whole model (`redrawn`). New bridges and repeats are fitted to what they stand for before the first step
 (`least_squares`). Bridges and adapters that the model has already, of the rank that is asked for, are trained further;
