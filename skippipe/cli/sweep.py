@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 LOSS, OUTPUT = "Time against loss", "Output"
 MEASURED_PENALTY = 0.5
-"""Nats per share of the stages: a third skipped all along cost 0.16 to 0.17 nats in studies (docs/results-learning.md)."""
+"""Nats per share of the stages: a third, skipped all along, cost 0.16 to 0.17 nats (docs/results-learning.md)."""
 DOUBLING = 0.1
 SkippingStrategy = Annotated[
     Literal["best", "skippipe", "no-tc2", "dtfm-skip"], search_option("As in 'skippipe plan'.")
