@@ -18,7 +18,7 @@ wait until it is done, too: activations go first. docs/formats.md has the rule.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple, TypeAlias
@@ -207,19 +207,12 @@ class Schedule:
         its own. `relays` are by piece: place → the place that forwards, up and down."""
         found = []
         for piece, (to, since, by) in enumerate(zip(up, down, relays, strict=True)):
-            heights, places = [0] * len(to), range(len(to))
-            for at in places:
-                height, here = 0, at
-                while to[here] != here:
-                    height, here = height + 1 + (here in by), to[here]
-                    heights[here] = max(heights[here], height)
-            for at in places:
+            heights, depths = _heights(to, by), _depths(since, by)
+            for at in range(len(to)):
                 if to[at] == at:
                     continue
-                depth, here = 0, since[at]
-                while since[here] != here:
-                    depth, here = depth + 1 + (here in by), since[here]
                 here, there = since[at], to[at]
+                depth = depths[here]
                 if at in by:
                     found.append(Transfer(False, heights[at], piece, at, by[at], at))
                     found.append(Transfer(False, heights[at] + 1, piece, by[at], there, at))
@@ -278,6 +271,29 @@ class Schedule:
             so_far += share
             found.append(number + 1 + others * so_far // total)
         return found
+
+
+def _depths(parents: Sequence[int], relays: Collection[int]) -> list[int]:
+    """[place]: how many transfers lie between it and the root, which is its own parent. Places in `relays` send to a
+    relay first."""
+    depths = [0 if parent == at else -1 for at, parent in enumerate(parents)]
+    for at in range(len(parents)):
+        way = []
+        while depths[at] < 0:
+            way.append(at)
+            at = parents[at]
+        for here in reversed(way):
+            depths[here] = depths[parents[here]] + 1 + (here in relays)
+    return depths
+
+
+def _heights(parents: Sequence[int], relays: Collection[int]) -> list[int]:
+    """[place]: how many transfers lie before it at most; parents and relays as above."""
+    heights, depths = [0] * len(parents), _depths(parents, relays)
+    for at in sorted(range(len(parents)), key=depths.__getitem__, reverse=True):
+        if depths[at]:
+            heights[parents[at]] = max(heights[parents[at]], heights[at] + 1 + (at in relays))
+    return heights
 
 
 def _needs(

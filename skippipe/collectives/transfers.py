@@ -42,6 +42,8 @@ class Columns(NamedTuple):
 
 
 def columns_of(averaging: Averaging) -> Columns:
+    if averaging.rounds == 1 and not averaging.pieces and len(averaging.order) > 1:
+        return columns_of_ring(averaging)
     is_star = averaging.pieces and averaging.rounds == 1 and not any(piece.via for piece in averaging.pieces)
     return columns_of_stars(averaging) if is_star else columns_of_schedule(averaging)
 
@@ -55,6 +57,18 @@ def columns_of_schedule(averaging: Averaging) -> Columns:
     rounds = piece // len(schedule.shares)
     columns = own, rounds, total, level, piece, nodes[sender], nodes[receiver], missing
     return Columns(*columns, np.empty(0, np.int64), np.array(pairs, np.int64).reshape(-1, 2))
+
+
+def columns_of_ring(averaging: Averaging) -> Columns:
+    """The same for a ring, in one round: each transfer waits for that of the same piece a level before."""
+    size, nodes = len(averaging.order), np.array(averaging.order, np.int64)
+    total, level, piece = (each.ravel() for each in np.indices((2, size - 1, size)))
+    sender = (piece + level - total) % size
+    ones, number = np.ones_like(piece), np.arange(len(piece))
+    waits = (number >= size).astype(np.int64)
+    columns = ones, np.zeros_like(ones), total, level, piece, nodes[sender], nodes[(sender + 1) % size], waits
+    pairs = np.stack([number[:-size], number[size:]], 1)
+    return Columns(*columns, np.empty(0, np.int64), pairs)
 
 
 def columns_of_stars(averaging: Averaging) -> Columns:

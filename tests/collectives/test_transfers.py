@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from skippipe.collectives.transfers import Columns, columns_of_schedule, columns_of_stars
+from skippipe.collectives.transfers import Columns, columns_of_ring, columns_of_schedule, columns_of_stars
 from tests.helpers.plans import ALL_AVERAGING_KINDS, averaging_of
 
 
@@ -37,6 +37,13 @@ def test_an_exchange_has_the_same_transfers_in_both_ways(seed: int, kind: str) -
         assert mine.tolist() == theirs.tolist()
     assert sorted(without_joins(quick)) == sorted(without_joins(general))
     assert len(quick.own) == 2 * (len(averaging.order) - 1) * len(averaging.pieces) + len(averaging.schedule.forwarded)
+
+
+@pytest.mark.parametrize("size", range(2, 12))
+def test_a_ring_has_the_same_transfers_in_both_ways(size: int) -> None:
+    averaging = averaging_of(size, "ring", size)
+    for mine, theirs in zip(columns_of_ring(averaging), columns_of_schedule(averaging), strict=True):
+        assert mine.tolist() == theirs.tolist()
 
 
 @pytest.mark.parametrize("kind", ALL_AVERAGING_KINDS)
