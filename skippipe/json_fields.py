@@ -123,16 +123,20 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
+_NESTED = {dict, list}
+_one_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` would make an encoder for each of many short lists
+
+
 def json_text(value: Any, indent: int = 0) -> str:
     """JSON with one line for every list that holds no objects or lists of lists, so that matrices read as rows."""
     pad = " " * (indent + 1)
     if isinstance(value, dict) and value:
         rows = [f"{pad}{json.dumps(str(key))}: {json_text(item, indent + 1)}" for key, item in value.items()]
         return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
-    if isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+    if isinstance(value, list) and not _NESTED.isdisjoint(map(type, value)):
         rows = [pad + json_text(item, indent + 1) for item in value]
         return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
-    return json.dumps(value, allow_nan=False)
+    return _one_line(value)
 
 
 class Fields:
