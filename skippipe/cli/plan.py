@@ -124,7 +124,7 @@ def plan(
     from skippipe.planner.problem import PlanRequest
     from skippipe.planner.sweep import choose_batch_size
     from skippipe.planner.whatif.advisor import choices, left_out
-    from skippipe.report.summary import plan_grid
+    from skippipe.report.summary import plan_digest
 
     request = PlanRequest(
         seed=seed,
@@ -154,7 +154,7 @@ def plan(
             more["batches"] = {str(each.microbatches): each.samples_per_s for each in looks}
         print(json.dumps({**summary(found, took_s), **more, "plan": found.to_json()}))
         return
-    print(plan_grid(found))
+    print(plan_digest(found))
     if options.wire is None and options.gradients is None and options.nats is None:
         from skippipe.training.job_config import ADVISED
 

@@ -24,6 +24,7 @@ TIMING_IN_WORDS = {
 WIDTH = 110  # characters of a terminal that the matrix of visits may fill
 SKIPPED = "·"
 ONWARD, SWAPPED = " → ", " ⇄ "
+MANY_NODES = 100  # with more, a plan just made is shown by stage
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
@@ -139,11 +140,31 @@ def _slots_text(plan: Plan, node: int) -> str:
 
 def plan_grid(plan: Plan) -> str:
     """Everything a person needs to follow the plan by hand; ends without a line break."""
+    return _with_figures(plan, [_nodes(plan), _lanes(plan), *_visits(plan)])
+
+
+def plan_digest(plan: Plan) -> str:
+    """What a person wants to see of a plan that was just made: of one with many nodes, its stages."""
+    if len(plan.stage_of) <= MANY_NODES:
+        return plan_grid(plan)
+    through = constraints.lanes_through(lane.path for lane in plan.lanes)
+    rows = [["stage", "layers", "nodes", "slots", "lanes through them", "microbatches"]]
+    for index, (stage, microbatches) in enumerate(zip(plan.stages, plan.exposure, strict=True)):
+        slots = sum(plan.slots[node] for node in stage.nodes)
+        lanes = sum(len(through.get(node, [])) for node in stage.nodes)
+        rows.append([str(each) for each in (index, stage.layers, len(stage.nodes), slots, lanes, microbatches)])
+    lines = _table(rows, to_the_right=range(len(rows[0])))
+    if left_out := len(plan.cluster) - len(plan.stage_of):
+        lines.append(f"nodes that hold no stage: {left_out}")
+    return _with_figures(plan, [[*lines, "'skippipe show' shows the nodes and lanes of a plan that was kept"]])
+
+
+def _with_figures(plan: Plan, parts: Sequence[Sequence[str]]) -> str:
     header = (
         f"{plan.strategy}: {len(plan.stage_of)} nodes, {len(plan.stages)} stages, {plan.microbatches} microbatches, "
         f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}" + ", split backward" * plan.split_backward
     )
-    blocks = [[header, f"codecs: {codecs_text(plan)}"], _nodes(plan), _lanes(plan), *_visits(plan)]
+    blocks = [[header, f"codecs: {codecs_text(plan)}"], *map(list, parts)]
     if plan.expected is not None:
         tokens = plan.samples_per_s * plan.workload.sequence_tokens
         blocks[0].insert(0, f"{plan.expected.iteration_s:.2f} s an iteration, {tokens:,.0f} tokens a second")

@@ -117,6 +117,22 @@ def test_grid_names_the_nodes_left_out_and_the_promise_only_if_there_is_one() ->
     assert "promise" not in plan_grid(replace(plan, expected=None))
 
 
+def test_a_digest_shows_the_stages_of_many_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _ = small()
+    assert summary.plan_digest(plan) == plan_grid(plan)
+    monkeypatch.setattr(summary, "MANY_NODES", len(plan.stage_of) - 1)
+    head, stages, promise = summary.plan_digest(plan).split("\n\n")
+    assert head in plan_grid(plan) and promise in plan_grid(plan)
+    rows = [line.split() for line in stages.splitlines()[1 : 1 + len(plan.stages)]]
+    visits = [plan.visits(lane) for lane in plan.lanes]
+    for index, (stage, row) in enumerate(zip(plan.stages, rows, strict=True)):
+        slots = sum(plan.slots[node] for node in stage.nodes)
+        through = [lane for lane, way in zip(plan.lanes, visits, strict=True) if index in way]
+        microbatches = sum(lane.microbatches for lane in through)
+        assert list(map(int, row)) == [index, stage.layers, len(stage.nodes), slots, len(through), microbatches]
+    assert "nodes that hold no stage: 1" in stages
+
+
 def test_a_stage_that_nobody_holds_is_shown(tmp_path: Path) -> None:
     plan, _ = small()
     plan = replace(plan, stages=(*plan.stages[:1], Stage(4, (), ()), Stage(8, (2,), (2,))), expected=None)
