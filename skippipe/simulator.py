@@ -320,4 +320,4 @@ def _link_use(plan: Plan, timing: Timing, teacher: Mapping[int, NodePath]) -> tu
     if timing is Timing.FULL:
         for index, stage in enumerate(plan.stages):
             sent.update(stage.averaging.link_bytes(*plan.costs.gradient_rounds[index]))
-    return tuple(LinkUse(a, b, count) for (a, b), count in sorted(sent.items()))
+    return tuple(LinkUse(*link, sent[link]) for link in sorted(sent))

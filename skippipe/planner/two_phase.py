@@ -19,8 +19,8 @@ from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.astar import INFINITE_NS
 from skippipe.planner.cbs import LaneAgent, PathSearch
 from skippipe.planner.genetic_allocation import allocate
-from skippipe.planner.problem import Budget, Placement, PlanRequest, Problem, Strategy, averagings, iteration_ns
-from skippipe.simulator import PlacementCosts, path_arrays, simulate
+from skippipe.planner.problem import Budget, Placement, PlanRequest, Problem, Strategy, averagings
+from skippipe.simulator import PlacementCosts, path_arrays, simulate, simulated_times
 from skippipe.validate import validate
 
 TRIALS = 8_000  # of the genetic search, as in the paper
@@ -170,8 +170,10 @@ class TwoPhaseSearch:
         if broken:
             raise Infeasible(f"no plan was found that keeps every rule; the best one breaks {broken[0]}")
         candidates = [plan] if at_work == best.placement else [plan, self._as_plan(best, at_work)]
-        promised = [each.promising(simulate(each, problem.timing)) for each in candidates if not validate(each)]
-        return min(promised, key=lambda each: (iteration_ns(each), len(each.stage_of)))
+        valid = [each for each in candidates if not validate(each)]
+        ranks = [(simulated_times(each, problem.timing).iteration_ns, len(each.stage_of)) for each in valid]
+        fastest = valid[ranks.index(min(ranks))]
+        return fastest.promising(simulate(fastest, problem.timing))
 
     def _as_plan(self, best: Incumbent, members: Placement) -> Plan:
         problem = self.problem
