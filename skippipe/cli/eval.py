@@ -169,8 +169,8 @@ def score(
     text: Annotated[
         str,
         work_option(
-            "Text file that the questions are made of, plain or .xz; or 'classics-val', which comes with the "
-            "package. Take one that the model was not trained on."
+            "Text that the questions are made of, in sentences: what 'skippipe prepare' reads; or 'classics-val', "
+            "which comes with the package. Take one that the model was not trained on."
         ),
     ],
     tasks: Annotated[
