@@ -55,8 +55,7 @@ def cluster(
 ) -> None:
     """Make a cluster file from a preset, or check one and show what is in it.
 
-    \b
-        skippipe cluster cluster.json --relay 100 -o relayed.json
+    With a relay between the nodes: skippipe cluster cluster.json --relay 100 -o relayed.json
 
     Example: skippipe cluster regions:24 -o cluster.json
     """

@@ -41,7 +41,15 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         ("dispatch", str(plan.dispatch)),
         ("backward", "split: weight gradients fill idle time" if plan.split_backward else "whole"),
         ("codecs", codecs_text(plan)),
+        ("memory", _memory_text(plan)),
     ]
+
+
+def _memory_text(plan: Plan) -> str:
+    work = plan.workload
+    offload = [] if work.offload == "none" else [f"offload {work.offload}"]
+    checkpointing = ["activation checkpointing"] * work.activation_checkpointing
+    return ", ".join([f"optimizer {work.optimizer}", *checkpointing, *offload])
 
 
 def codecs_text(plan: Plan) -> str:
@@ -164,7 +172,7 @@ def _with_figures(plan: Plan, parts: Sequence[Sequence[str]]) -> str:
         f"{plan.strategy}: {len(plan.stage_of)} nodes, {len(plan.stages)} stages, {plan.microbatches} microbatches, "
         f"{plan.skipped:.0%} skipped, dispatch {plan.dispatch}" + ", split backward" * plan.split_backward
     )
-    blocks = [[header, f"codecs: {codecs_text(plan)}"], *map(list, parts)]
+    blocks = [[header, f"codecs: {codecs_text(plan)}", f"memory: {_memory_text(plan)}"], *map(list, parts)]
     if plan.expected is not None:
         tokens = plan.samples_per_s * plan.workload.sequence_tokens
         blocks[0].insert(0, f"{plan.expected.iteration_s:.2f} s an iteration, {tokens:,.0f} tokens a second")

@@ -93,7 +93,7 @@ class GatewayThread:
             admission.follow(self._rendezvous)
         self.stages = len(node_config.layers)
         self._scheduler = Scheduler(self.stages, self, settings or ServingSettings(), cost or UniformCost())
-        self._events: Counter[str] = Counter()
+        self._events = Counter({"lost_nodes": 0, "broken_links": 0, "spoiled_steps": 0})
         """Numbers of lost nodes, broken links and failed steps, for the metrics."""
         self.covered_stages = 0
         """Stages that are there for the next answer; 0 where none can be given. To be read by other threads."""

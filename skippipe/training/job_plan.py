@@ -304,7 +304,10 @@ def checked_plan(plan: Plan, job: JobConfig, spec: ModelSpec, file: Path | None 
             for (name, theirs), ours in zip(vars(plan.workload.model).items(), vars(shape).values(), strict=True)
             if theirs != ours
         ]
-        raise UserError(f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}")
+        raise UserError(
+            f"{path}: this plan is for another model than {job.model.config}: {'; '.join(differ)}; without "
+            "pipeline.plan, 'skippipe train' plans for this one"
+        )
     if job.cluster != JobConfig().cluster:
         cluster = cluster_named(job.cluster)[0]
         cluster = _emulated(job, without_sharding(cluster) if job.recipe.heal else cluster, plan.workload)
