@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import msgspec
 
 from skippipe.runtime.state_source import StateSource
-from skippipe.value_ranges import COUNT
+from skippipe.value_ranges import COUNT, DEVICES
 
 COORDINATOR = -1  # stands for the coordinator where a node's number is expected
 
 Count = Annotated[int, msgspec.Meta(ge=int(COUNT.least), le=int(COUNT.most))]
+DeviceCount = Annotated[int, msgspec.Meta(ge=int(DEVICES.least), le=int(DEVICES.most))]
 
 
 def tag_of(name: str) -> str:
@@ -74,7 +75,7 @@ class Devices(ControlMessage, frozen=True):
     """How many devices of the node work, if not as many as planned; why one has failed, if one has, and the epoch of
     the iteration whose gradients are lost with it."""
 
-    working: Count
+    working: DeviceCount
     lost: str = ""
     epoch: Count | None = None
 
@@ -203,7 +204,7 @@ class Computed(ControlMessage, frozen=True):
     device: str
     machine: str
     """Nodes with the same name here share one machine."""
-    devices: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    devices: DeviceCount = 1
 
 
 class Probed(ControlMessage, frozen=True):

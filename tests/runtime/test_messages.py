@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from skippipe.errors import UserError
 from skippipe.runtime.message_json import from_json, to_json
 from skippipe.runtime.messages import (
     COORDINATOR,
@@ -14,6 +15,7 @@ from skippipe.runtime.messages import (
     Begin,
     Commit,
     ControlMessage,
+    Devices,
     Drain,
     DrainAck,
     Failed,
@@ -84,3 +86,10 @@ def test_reasons_of_many_lines_arrive_in_one() -> None:
 
 def test_names_of_fields_on_the_wire_stay() -> None:
     assert [to_json(each)["visits"] for each in (DrainAck(2, 5, [[0, 1]]), Average(2, 3, [4]))] == [[[0, 1]], [4]]
+
+
+@pytest.mark.parametrize("working", [0, 65, 2**53])
+def test_devices_as_no_node_has_them_are_no_message(working: int) -> None:
+    """A plan for such a node would end the run."""
+    with pytest.raises(UserError, match=r"message\.working: expected int [<>]= \d+, found "):
+        from_json(to_json(Devices(working, "it is hot", 1)))
