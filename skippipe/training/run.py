@@ -140,6 +140,12 @@ class Run(RunOptions):
                     f"{self.wal.path}: was written for another cluster; give the job that one, "
                     "or remove the file to go on from a checkpoint"
                 )
+            done = [record["commit"] + 1 for record in found if "commit" in record]
+            if done and done[-1] > self.iterations:  # as many: it ended while the model was written
+                raise UserError(
+                    f"{self.wal.path}: has {done[-1]} iterations already, and the job wants {self.iterations}: set a "
+                    "higher number"
+                )
             return list(found)
         return []
 

@@ -269,6 +269,26 @@ def test_a_journal_is_replaced_only_by_a_run_that_begins(tmp_path: Path, tokeniz
     assert closed(beginning) == [{"run": "ours"}]
 
 
+def test_a_journal_of_more_iterations_than_the_job_wants_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """Such a run would go on for ever: it ends with the last iteration, which is over."""
+    plan, spec = plan_of(SKIPPED)
+    wal = WriteAheadLog(tmp_path / "journal")
+    wal.rewrite([{"run": "ours"}, {"plan": plan.to_json()}, {"commit": 5}, {"commit": 6}])
+    wal.close()
+
+    def recovered(iterations: int) -> list[dict[str, Any]]:
+        given = brief_of(plan, spec), spec, tokenizer, tmp_path, CoordinatorSettings(LEARNING, iterations)
+        run = Run(*given, resumed=True, run_id="ours", nodes_join=True)
+        try:
+            return run.recovered_records
+        finally:
+            run.wal.close()
+
+    with pytest.raises(UserError, match="journal: has 7 iterations already, and the job wants 6: set a higher number"):
+        recovered(6)
+    assert recovered(7) == recovered(8)
+
+
 def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     plan, spec = plan_of(SKIPPED)
     node_config = brief_of(plan, spec)
