@@ -336,3 +336,12 @@ def test_screen_and_text_of_an_event_have_the_same_number(capsys: pytest.Capture
         screen.happened(Event("slow", 4, f"is slow, but there: {doing}", "iowa-0"))
         assert capsys.readouterr().err.startswith("iteration     5  slow: ")
     assert idle != bench.node.doing
+
+
+def test_a_snapshot_of_what_was_committed_is_made_also_while_the_next_iteration_runs() -> None:
+    """Of a job that is restarted with fewer iterations: those that are done are all, and the next one has begun."""
+    bench = Bench(2).begin(3)
+    bench.hear(Commit(2, 0.0, 0.0, wait=True, snapshot=True))
+    assert bench.work() == ["snapshot state"]
+    bench.hear(Commit(1, 0.0, 0.0, wait=True, snapshot=True))
+    assert bench.work() == [], "that state is gone"

@@ -135,7 +135,8 @@ class TrainingNode(BaseNode):
                 self.ops.add(ops.OptimizerStep(control.rate, control.scale))
                 if control.snapshot:
                     self.ops.add(ops.SnapshotState())
-            case Commit() if self.phase in BETWEEN_ITERATIONS and control.snapshot:  # no copy was requested before
+            # no copy was requested before; until the next step the state is that after this one
+            case Commit(snapshot=True) if self.phase in BETWEEN_ITERATIONS or control.iteration == self.iteration - 1:
                 self.ops.add(ops.SnapshotState())
             case Commit() if self.phase is NodePhase.WAITING and control.wait and control.iteration == self.iteration:
                 self._env.send_control(Stepped(self.iteration))  # to a coordinator that was restarted after the step
