@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from skippipe.plan import Plan
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, ValidationSettings
 from skippipe.runtime.coordinator.validation import evaluation_paths
-from skippipe.runtime.messages import Validate
+from skippipe.runtime.messages import Validate, Validated
 from skippipe.runtime.node.ops import EvaluateSamples
 from skippipe.runtime.simulation.fault_injection import Fault, cut, freeze, kill, kill_coordinator
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
@@ -29,6 +30,7 @@ from tests.helpers.exact_training import (
     weights_of,
 )
 from tests.helpers.fault_scenarios import scenario, thin, wide
+from tests.helpers.single_coordinator import coordinating
 from tests.helpers.virtual_chaos import Played, play, staged
 
 EVERY_ONE = ValidationSettings(every=1, microbatches=HELD_OUT)
@@ -71,6 +73,19 @@ def test_the_run_ends_when_patience_is_out() -> None:
     assert [event.text for _, event in cluster.events if event.kind == "ending"] == [
         "the held-out loss has not become lower in 2 evaluations"
     ]
+
+
+@pytest.mark.parametrize("losses", [(math.inf, -math.inf), (1.7e308, 1.7e308), (math.nan, 1.0)])
+def test_losses_that_have_no_mean_end_nothing(losses: tuple[float, float]) -> None:
+    harness = coordinating(4, validation=ValidationSettings(every=1, microbatches=2))
+    harness.iterate()
+    order = harness.coordinator._validation.order
+    assert order is not None
+    for microbatch, loss in enumerate(losses):
+        done = Validated(order.iteration, order.epoch, microbatch, loss, tokens=5)
+        harness.send(order.paths[microbatch % len(order.paths)][0], done)
+    assert harness.coordinator.state is CoordinatorState.TRAINING
+    assert harness.coordinator.iteration == 1
 
 
 def test_paths_visit_every_stage_once_and_use_every_node() -> None:

@@ -89,7 +89,7 @@ class Validation:
         """All losses are there: their mean."""
         assert self.env is not None
         tokens = sum(count for _, count in self._losses.values())
-        summed = math.fsum(loss * count for _, (loss, count) in sorted(self._losses.items()) if count)
+        summed = sum(loss * count for _, (loss, count) in sorted(self._losses.items()) if count)  # fsum may raise
         self.order = None
         seconds = (self.env.now_ns() - self._began_ns) / 1e9
         return self.add(self._iteration, summed / tokens if tokens else math.nan, seconds)
