@@ -127,6 +127,17 @@ def test_ids_and_epochs_of_a_coordinator_are_its_own() -> None:
     assert second.env.epoch > 2 * IDS_PER_TERM > first.env.epoch, "though no node has seen the first one's"
 
 
+@pytest.mark.parametrize("epoch", [3 * IDS_PER_TERM, LARGEST_COUNT, 2**53])
+def test_an_epoch_that_no_coordinator_has_begun_is_not_believed(epoch: int) -> None:
+    """No message could carry the one after it."""
+    before = coordinating(5)
+    before.iterate(2)
+    harness = coordinating(5, wal=before.env.wal)
+    for node in range(6):
+        harness.send(node, Hello("127.0.0.1:1", HELLO.version, epoch if node == 3 else 1, 2, "RUNNING"))
+    assert IDS_PER_TERM < harness.env.epoch < 2 * IDS_PER_TERM
+
+
 # Stamps
 
 

@@ -133,8 +133,9 @@ class Startup:
         had taken that step, and those that are in the middle of something else."""
         hellos, self._hellos = self._hellos, {}
         log, commits, stage_of = self.log, self.commits, self.replanner.plan.stage_of
-        seen = [hello.epoch for hello in hellos.values()]  # others may have seen more, but none of this term
-        commits.epoch = max([commits.epoch, first_id(log.term), *seen]) + 1
+        least, most = first_id(log.term), first_id(log.term + 1)  # hardly any coordinator needs more than its own
+        seen = [hello.epoch for hello in hellos.values() if hello.epoch < most]  # none of this term, but perhaps more
+        commits.epoch = max([commits.epoch, least, *seen]) + 1
         stepped = set()
         for node, hello in hellos.items():
             behind = hello.iteration == log.iteration and hello.phase == "AVERAGED"
