@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import cycle
+from math import inf
 
 from skippipe import __version__
 from skippipe.errors import UserError
@@ -22,6 +23,7 @@ from skippipe.runtime.fencing import Incarnation, stamp_of
 from skippipe.runtime.message_json import control_of, stamped
 from skippipe.runtime.messages import Hello, RelayGrant, Stop
 from skippipe.runtime.relay_pool import RELAY_HELLO_S
+from skippipe.transport.addresses import SLOW_HANDSHAKE_S
 from skippipe.transport.enrolment import AdmissionClient, Call, Called, NoConversation
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
@@ -29,7 +31,7 @@ from skippipe.transport.message import Received
 from skippipe.transport.relay import Relay, RelayLoad
 from skippipe.transport.token_gate import HEX_TOKEN, TOKEN_BYTES
 
-RETRY_S = 2.0  # from one attempt to reach a coordinator to the next
+RETRY_S = 2.0  # from one attempt to reach a coordinator to the next, which ends the former, if nothing answers there
 REFUSED_S = 15.0  # for a coordinator that has just started to let this relay in
 POLL_S = 0.2
 CALL_BACK_S = 8.0  # for the coordinator to try to connect to this relay
@@ -54,7 +56,7 @@ class RelayAgent:
         self._incarnation = Incarnation(secrets.randbits(62) + 1)
         self._secret = b""
         """Secret of the streams to this coordinator, in this connection; empty: there is none."""
-        self._retry_at = self._hello_at = 0.0
+        self._dialled_at, self._hello_at = -inf, 0.0
         self._refused_since: float | None = None
         self._load_at = time.monotonic() + LOAD_EVERY_S
         self._told = relay.load
@@ -99,8 +101,8 @@ class RelayAgent:
                 self._hello_at = now
                 asking = partial(self._ask_to_be_called, self._coordinator, tell)
                 threading.Thread(target=asking, name="is it reached", daemon=True).start()
-        elif now >= self._retry_at:
-            self._secret, self._retry_at = b"", now + RETRY_S
+        elif now >= self._dialled_at + (SLOW_HANDSHAKE_S if THE_COORDINATOR in self._mailbox.answered else RETRY_S):
+            self._secret, self._dialled_at = b"", now
             self._coordinator = next(self._addresses)
             self._mailbox.connect(THE_COORDINATOR, self._coordinator, self._public)
 

@@ -153,6 +153,7 @@ LEAST_LINGER_S = 0.1
 between them, and libzmq ends the process (session_base.cpp, clean_pipes: "Resource temporarily unavailable") if the
 connection breaks at that moment."""
 CONNECT_S = 5.0  # for an attempt to connect; then the next: TCP alone would wait longer with each attempt
+SLOW_HANDSHAKE_S = 10.0  # for a handshake on a slow link: it takes the way there and back four times
 RECONNECT_MS = 100  # before the first attempt to reconnect
 KEEPALIVE_S = (2, 1, 3)  # silence before the first probe, between probes; and how many go unanswered
 UNANSWERED_S = 10  # for what was sent, and on Linux for probes, until the other side's machine confirms it

@@ -22,8 +22,10 @@ from skippipe.transport.addresses import free_port, join_address
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.message import Stamp
+from tests.helpers.relay import Wire
 
 WITHIN_S = 20.0
+SLOW_TIMES = 30.0  # as slow as that, a link takes half a second for a handshake
 COORDINATOR, NODE = KeyPair.new(), KeyPair.new()
 
 
@@ -92,6 +94,22 @@ def test_a_coordinator_that_is_held_up_is_waited_for(monkeypatch: pytest.MonkeyP
             time.sleep(0.01)
         assert stopped_by(box, node) == "that was all"
     assert set(seen[:2]) == {sender.LossReason.UNFINISHED}
+
+
+@pytest.mark.parametrize("others", ["", ",127.0.0.1:1"])
+def test_a_handshake_over_a_slow_link_is_waited_for(monkeypatch: pytest.MonkeyPatch, others: str) -> None:
+    """At first, and when the node was cut off: each attempt ends the one before it."""
+    monkeypatch.setattr(agent_module, "RETRY_S", 0.1)
+    with closing(coordinator("127.0.0.1:0")) as box:
+        wire = Wire(lambda: box.address)
+        wire.times = SLOW_TIMES
+        node = Joining(wire.address + others)
+        deadline = time.monotonic() + WITHIN_S
+        while not box.receive(0.01):
+            assert time.monotonic() < deadline
+        wire.cut()
+        wire.mend()
+        assert stopped_by(box, node) == "that was all"
 
 
 def test_a_coordinator_that_ends_in_a_handshake_is_waited_for() -> None:

@@ -31,6 +31,7 @@ from skippipe.transport.members import MemberStore, cluster_keys
 from skippipe.transport.message import MessageKind, Received
 from skippipe.transport.relay import Relay, RelayLimits, RelayLoad
 from tests.helpers.mailboxes import number_of, numbered
+from tests.helpers.relay import Wire
 
 DEADLINE_S = 60.0
 NODES = ("n0", "n1")
@@ -82,10 +83,10 @@ class Run:
         self.coordinator.allow(name, KEYS[name].public)
         self.rendezvous.relay_names = frozenset([name] if relay else [])
 
-    def start_relay(self, name: str = "hub") -> Relay:
-        relay = Relay("127.0.0.1:0", RelayLimits(bytes_per_s=1e9))
-        where, public = self.coordinator.address, KEYS[THE_COORDINATOR].public
-        agent = RelayAgent(name, KEYS[name], where, public, relay, relay.address)
+    def start_relay(self, name: str = "hub", where: str = "") -> Relay:
+        """`where`: the coordinator's address, if it is another for the relay."""
+        relay, public = Relay("127.0.0.1:0", RelayLimits(bytes_per_s=1e9)), KEYS[THE_COORDINATOR].public
+        agent = RelayAgent(name, KEYS[name], where or self.coordinator.address, public, relay, relay.address)
 
         def run() -> None:
             try:
@@ -250,6 +251,19 @@ def test_a_relay_that_cannot_be_reached_is_told_so(tmp_path: Path) -> None:
 
         agent.run(stopped, said.append)
     assert [line.split(": ")[1] for line in said] == [f"the coordinator cannot reach this relay at {nowhere}"]
+
+
+def test_a_relay_waits_for_a_handshake_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attempt ends the one before it."""
+    monkeypatch.setattr(relay_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(relay_module, "POLL_S", 0.05)
+    with ExitStack() as stack:
+        run = Run(stack)
+        wire = Wire(lambda: run.coordinator.address)
+        wire.times = 30.0  # half a second for a handshake
+        run.let_in("hub")
+        run.start_relay(where=wire.address)
+        run.until(lambda: run.rendezvous.relays)
 
 
 def test_a_relay_whose_key_is_refused_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,6 +47,7 @@ from skippipe.runtime.node.copies import Outbox
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThreads
 from skippipe.runtime.node.peer_links import PeerLinks
+from skippipe.transport.addresses import SLOW_HANDSHAKE_S
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
@@ -59,7 +60,7 @@ LAST_OP_S = 10.0  # for a pass that is being computed when the node ends
 FIRST_HEARTBEAT_S = 1.0  # the heartbeat until the coordinator sends its own: a node with no stage must not seem silent
 CALLBACK_S = 5.0  # for the coordinator to reach a node at the address that it announces
 WRONG_KEY = 3  # handshakes that the program at the coordinator's address ends in a row: once, it may have ended itself
-RETRY_S = 2.0  # from one attempt to reach the coordinator to the next
+RETRY_S = 2.0  # from one attempt to reach the coordinator to the next, which ends the former, if nothing answers there
 LARGEST_BYTES = 2**33  # of a message: half of a stage's gradient, which two nodes of a ring send each other
 
 
@@ -118,7 +119,7 @@ class NodeAgent:
         self._running = 0
         self._busy_since: float | None = None
         self._cut_off_since: float | None = None
-        self._retry_at = 0.0
+        self._dialled_at = 0.0
         self._heartbeat_at = 0.0
         self._callable_from: float | None = None
         """When this node begins to keep streams ready for the coordinator; none: it does, or need not."""
@@ -235,7 +236,11 @@ class NodeAgent:
         first, *others = self._coordinator.split(",")
         self._coordinator = ",".join([*others, first])
         self._mailbox.connect(THE_COORDINATOR, self._coordinator, self._join_config.coordinator_public)
-        self._retry_at = time.monotonic() + RETRY_S
+        self._dialled_at = time.monotonic()
+
+    def _answers_late(self) -> bool:
+        answered = THE_COORDINATOR in self._mailbox.answered
+        return time.monotonic() > self._dialled_at + (SLOW_HANDSHAKE_S if answered else RETRY_S)
 
     def _wait_for_welcome(self) -> Welcome:
         timeout_s, where = self._join_config.coordinator_timeout.total_seconds(), self._join_config.coordinator
@@ -243,7 +248,7 @@ class NodeAgent:
         while time.monotonic() < deadline:
             if THE_COORDINATOR in self._mailbox.connected:  # a spare node may be needed later
                 deadline = time.monotonic() + timeout_s
-            elif "," in where and self._cut_off_since is None and time.monotonic() > self._retry_at:  # not met yet
+            elif "," in where and self._cut_off_since is None and self._answers_late():  # not met yet
                 self._connect_to_coordinator()
                 self._say_hello()
             self._send_heartbeat("waiting for a stage")
@@ -455,7 +460,7 @@ class NodeAgent:
             self._say_hello()
         elif waited_s > self._join_config.coordinator_timeout.total_seconds():
             raise Stopped(f"{self._explain_loss(LossReason.DISCONNECTED)}, for {waited_s:.0f} s now")
-        elif time.monotonic() > self._retry_at:
+        elif self._answers_late():
             self._connect_to_coordinator()
 
     def _await_stop(self) -> None:
