@@ -129,16 +129,21 @@ class Run(RunOptions):
         found = self.wal.records
         if self.resumed and found and journal_run_id(found) != self.run_id:
             raise UserError(f"{self.wal.path}: was written by another run; move it away to go on from a checkpoint")
-        planned = any("plan" in record for record in found)
+        planned = [record for record in found if "plan" in record]
         if self.resumed and self.nodes_join and planned and "done" not in found[-1]:
-            planned_names = [
-                node["name"] for record in found if "plan" in record for node in record["plan"]["cluster"]["nodes"]
-            ]
+            planned_names = [node["name"] for record in planned for node in record["plan"]["cluster"]["nodes"]]
             ours = [node.name for node in self.node_config.plan.cluster.nodes]
             if planned_names[: len(ours)] != ours or len(planned_names) % len(ours):
                 raise UserError(
                     f"{self.wal.path}: was written for another cluster; give the job that one, "
                     "or remove the file to go on from a checkpoint"
+                )
+            theirs, layers = Plan.from_json(planned[-1]["plan"]).layers, self.node_config.plan.layers
+            if theirs != layers:
+                there, here = (",".join(map(str, each)) for each in (theirs, layers))
+                raise UserError(
+                    f"{self.wal.path}: its nodes may still be there, with stages of {there} layers, and the plan has "
+                    f'{here}: set pipeline.layers = "{there}", or remove the file to go on from a checkpoint'
                 )
             done = [record["commit"] + 1 for record in found if "commit" in record]
             if done and done[-1] > self.iterations:  # as many: it ended while the model was written

@@ -289,6 +289,20 @@ def test_a_journal_of_more_iterations_than_the_job_wants_is_refused(tmp_path: Pa
     assert recovered(7) == recovered(8)
 
 
+def test_a_journal_of_other_stages_than_the_plans_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """Their state would not fit into checkpoints and the model."""
+    plan, spec = plan_of(SKIPPED)
+    before, _ = plan_of(SKIPPED, (2, 1, 1, 1))
+    wal = WriteAheadLog(tmp_path / "journal")
+    wal.rewrite([{"run": "ours"}, {"plan": before.to_json()}, {"commit": 0}])
+    wal.close()
+    given = brief_of(plan, spec), spec, tokenizer, tmp_path, CoordinatorSettings(LEARNING, 6)
+    run = Run(*given, resumed=True, run_id="ours", nodes_join=True)
+    with pytest.raises(UserError, match=r'the plan has 1,1,1,2: set pipeline\.layers = "2,1,1,1", or remove'):
+        _ = run.recovered_records
+    run.wal.close()
+
+
 def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     plan, spec = plan_of(SKIPPED)
     node_config = brief_of(plan, spec)
