@@ -118,8 +118,9 @@ class CallbackList(Callback):
         for callback in self._callbacks:
             try:
                 method(callback)
-            except (OSError, UserError) as error:
-                line = f"{type(callback).__name__}: {error}"
+            except Exception as error:  # whatever the library of a tracker says
+                known = isinstance(error, (OSError, UserError))
+                line = f"{type(callback).__name__}: {'' if known else type(error).__name__ + ': '}{error}"
                 if line not in self._warned:
                     self._warned.add(line)
                     log.warning("%s", line)

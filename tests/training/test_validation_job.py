@@ -245,3 +245,20 @@ def test_a_tracker_that_is_not_installed_or_fails_stops_nothing(
     tracker.iteration_done(IterationReport(0, math.nan, 1.0, 0.1, 1.0, {}, {}))
     tracker.close()
     assert "report.mlflow" in caplog.text and "training goes on without it" in caplog.text
+
+
+def test_a_callback_that_fails_is_named_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Callback):
+        """As the library of a tracker does whose own process has ended."""
+
+        def validated(self, report: ValidationReport) -> None:
+            raise RuntimeError(f"the service is gone that had {report.loss}")
+
+    seen: list[ValidationReport] = []
+    last = Callback()
+    last.validated = seen.append  # type: ignore[method-assign,assignment]
+    callbacks, report = CallbackList([Failing(), last]), ValidationReport(0, 3.0, True, 1.0)
+    for _ in range(2):
+        callbacks.validated(report)
+    assert seen == [report, report]
+    assert [each.getMessage() for each in caplog.records] == ["Failing: RuntimeError: the service is gone that had 3.0"]
