@@ -24,7 +24,9 @@ class Infeasible(UserError):
 
 def first_line(error: Exception) -> str:
     """What an error of another library says, in one line; if it says nothing, its kind."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    count = 2 if lines and lines[0].endswith(":") else 1  # 'Validation error for field …:', and then what is wrong
+    return " ".join(lines[:count]) or type(error).__name__
 
 
 def install_command(extra: str) -> str:

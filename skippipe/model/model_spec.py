@@ -26,8 +26,18 @@ from skippipe.model.model_files import CODE_FIELD, check_model_folder
 from skippipe.model_shape import MODELS, ModelShape, model_named
 
 _Language: Any = AutoModelForCausalLM  # untyped
+QUANTISED_FIELD = "quantization_config"
 ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config are kernels to be fetched
 TESTED = ("llama", "qwen3", "mistral", "qwen3_moe")
+SCALES = (
+    "embedding_multiplier",
+    "mup_enabled",
+    "logits_scaling",
+    "logit_scale",
+    "lm_head_multiplier",
+    "final_logit_softcapping",
+)
+"""Fields of a configuration by which a model changes embeddings or logits between its parts, unless they are 1."""
 MASKS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
@@ -47,9 +57,15 @@ def config_named(name: str, vocabulary: int | None = None, layers: int = 0) -> A
         check_model_folder(path if path.is_dir() else path.parent)
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # any error of its hundred configurations
             raise UserError(f"model '{name}': {first_line(error)}") from None
         config.__dict__.pop(CODE_FIELD, None)  # neither followed nor handed on
+        if quantised := getattr(config, QUANTISED_FIELD, None):
+            how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+            raise UserError(
+                f"model '{name}': its weights are quantised ({QUANTISED_FIELD}: {how}), which is not supported; use "
+                "the model that they were made of"
+            )
     if vocabulary is not None:
         config.vocab_size = vocabulary
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -130,8 +146,25 @@ class ModelSpec:
                     f"a {config.model_type} model has no '{part}': stages can be made of models that have "
                     f"embed_tokens, layers, norm and rotary_emb, as {', '.join(TESTED)} do"
                 )
+        self._check_between_parts()
         if lora is not None and lora.rank:
             self.lora = lora.resolved(self._linear_maps())
+
+    def _check_between_parts(self) -> None:
+        """UserError if there is more to the model than its parts, of which its stages are made."""
+        config, scales = self.config, [name for name in SCALES if getattr(self.config, name, None) not in (None, 0, 1)]
+        if type(self._base.embed_tokens) is not nn.Embedding:
+            scales.append(type(self._base.embed_tokens).__name__)
+        if scales:
+            raise UserError(
+                f"a {config.model_type} model scales its embeddings or logits ({', '.join(scales)}), which stages do "
+                f"not: they are made of models like {', '.join(TESTED)}"
+            )
+        if not hasattr(config, "rms_norm_eps"):
+            raise UserError(
+                f"a {config.model_type} model has norms of another kind than RMS (no 'rms_norm_eps' in its "
+                f"configuration): stages are made of models like {', '.join(TESTED)}"
+            )
 
     @property
     def shape(self) -> ModelShape:

@@ -152,4 +152,5 @@ def test_what_took_long_without_news_is_said_afterwards(capsys: pytest.CaptureFi
 
 def test_an_error_of_another_library_is_one_line() -> None:
     assert first_line(ValueError("\n  no such thing\nat line 3")) == "no such thing"
+    assert first_line(TypeError("of this field:\n  no number\n")) == "of this field: no number"
     assert first_line(KeyError()) == "KeyError", "it says nothing"

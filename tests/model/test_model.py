@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from transformers import AutoConfig
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams
@@ -20,7 +21,7 @@ from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.model_shape import MODELS
 from skippipe.optim.config import OptimConfig
-from tests.helpers.models import FAMILIES, tiny, whole_model
+from tests.helpers.models import FAMILIES, SIZES, tiny, whole_model
 
 LAYERS = (2, 1, 2)
 TOKENS = torch.arange(40).reshape(2, 20) * 7 % 97
@@ -273,3 +274,18 @@ def test_other_models_are_refused_in_one_line() -> None:
 
     with pytest.raises(UserError, match="embed_tokens"):
         ModelSpec(GPT2Config(n_layer=2, n_embd=32, n_head=2))
+
+
+def test_models_that_are_more_than_their_parts_are_refused() -> None:
+    """Stages of them would compute something else than the model."""
+
+    def spec(kind: str, **others: Any) -> ModelSpec:
+        return ModelSpec(AutoConfig.for_model(kind, **SIZES, **others))
+
+    spec("granite")
+    with pytest.raises(UserError, match=r"a gemma model scales its embeddings or logits \(Gemma.*Embedding\)"):
+        spec("gemma")
+    with pytest.raises(UserError, match=r"scales its embeddings or logits \(embedding_multiplier, logits_scaling\)"):
+        spec("granite", embedding_multiplier=12.0, logits_scaling=8.0)
+    with pytest.raises(UserError, match="a cohere model has norms of another kind than RMS"):
+        spec("cohere", logit_scale=1.0)

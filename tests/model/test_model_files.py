@@ -237,6 +237,19 @@ def test_a_model_of_absurd_sizes(folder: Path) -> None:
         model_named(str(folder))
 
 
+def test_quantised_weights_are_refused(folder: Path) -> None:
+    """A stage would read the numbers of an FP8 model without their scales."""
+    change(folder / "config.json", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UserError, match=r"its weights are quantised \(quantization_config: fp8\).* use the model that"):
+        read_outline(folder)
+
+
+def test_a_configuration_that_transformers_does_not_take(folder: Path) -> None:
+    change(folder / "config.json", max_position_embeddings=None)
+    with pytest.raises(UserError, match=r"Validation error for field 'max_position_embeddings': TypeError"):
+        read_outline(folder)
+
+
 # texts
 
 
