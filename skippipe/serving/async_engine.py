@@ -133,7 +133,7 @@ class UnknownTools(UserError):
 
 
 class EngineClient(Protocol):
-    """The engine. Text is encoded and decoded on one thread, which need not be the one that generates."""
+    """The engine. Text is encoded and decoded on threads of their own, which need not be the one that generates."""
 
     model: str
     """The model's name, to clients."""

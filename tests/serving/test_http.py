@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import AsyncGenerator
 from datetime import timedelta
@@ -368,6 +369,28 @@ def test_slow_answers_are_given_up(stream: bool) -> None:
         assert "after 0.5 s" in api_error(response, 504, "timeout")
         assert response.headers["x-should-retry"] == "false"
     assert caller.engine.cancelled.is_set()
+
+
+def test_a_long_text_holds_up_no_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short request is answered while the long one is still being encoded."""
+    caller, short_is_answered = Caller(), threading.Event()
+    encode, long_text = caller.engine.encode, "x" * routes.LONG_BYTES
+
+    def slow(text: str) -> list[int]:
+        if text == long_text:
+            assert short_is_answered.wait(PATIENCE_S)
+        return encode(text)
+
+    monkeypatch.setattr(caller.engine, "encode", slow)
+
+    async def both() -> None:
+        requests = [valid(COMPLETIONS) | {"prompt": prompt} for prompt in (long_text, "hello")]
+        first, second = (asyncio.create_task(caller.request("POST", COMPLETIONS, json=each)) for each in requests)
+        assert (await second).status_code == 200
+        short_is_answered.set()
+        api_error(await first, 400, "context_length_exceeded", "prompt")
+
+    asyncio.run(both())
 
 
 def test_slow_requests_are_given_up() -> None:

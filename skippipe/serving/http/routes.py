@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -64,6 +64,7 @@ from skippipe.web import (
     wrong,
 )
 
+LONG_BYTES = 2**16  # of a request; its text is encoded by a thread of its own
 STAGES, MISSING = "X-SkipPipe-Stages", "X-SkipPipe-Missing-Stages"
 EVENTS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -106,7 +107,8 @@ class ApiRoutes:
         self.served = ServedModel(engine.model, engine.vocabulary, settings)
         self.metrics = Metrics(engine)
         self.rate_limiter = RateLimiter(settings, time.monotonic)
-        self.tokenizer = ThreadPoolExecutor(1, "tokenizer")  # a long text must not hold up other requests' streams
+        # a text that takes seconds must hold up neither other requests' streams, nor their texts if these are short
+        self.tokenizer, self.long_texts = (ThreadPoolExecutor(1, name) for name in ("tokenizer", "long texts"))
         named = f"{engine.model} {engine.created} {__version__}"
         self.fingerprint = f"fp_{sha256(named.encode()).hexdigest()[:10]}"
         self._auth = BearerAuth(settings)
@@ -149,12 +151,13 @@ class CompletionEndpoint:
         with api.rate_limiter.admit(api.admit(headers)):
             body = await read_body(headers, receive, api.settings)
             request = parse_request(self.schema, body, api.served)
-            await while_connected(receive, self._respond(request, scope, receive, send))
+            pool = api.tokenizer if len(body) < LONG_BYTES else api.long_texts
+            await while_connected(receive, self._respond(request, pool, scope, receive, send))
 
-    async def _respond(self, request: AnyRequest, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, request: AnyRequest, pool: Executor, scope: Scope, receive: Receive, send: Send) -> None:
         timeout = self.api.settings.answer_timeout
         async with within(timeout, timed_out(timeout)):
-            response = self._builder(request, await self._choices(request))
+            response = self._builder(request, await self._choices(request, pool))
             if request.stream:
                 await self._stream(response, request, send)
                 self._answered(response, scope)
@@ -215,10 +218,10 @@ class CompletionEndpoint:
             raise wrong("response_format", str(error), "unsupported_value") from None
         raise RuntimeError("an answer stopped without a finish reason")
 
-    async def _choices(self, request: AnyRequest) -> list[Choice]:
+    async def _choices(self, request: AnyRequest, pool: Executor) -> list[Choice]:
         api, loop = self.api, asyncio.get_running_loop()
         try:
-            prompts = await loop.run_in_executor(api.tokenizer, self._encode, request)
+            prompts = await loop.run_in_executor(pool, self._encode, request)
         except UserError as error:  # say, a conversation that the model's template does not foresee
             raise wrong("tools" if isinstance(error, UnknownTools) else request.param, str(error)) from None
         constraint = await loop.run_in_executor(api.tokenizer, self._constraint, request)
