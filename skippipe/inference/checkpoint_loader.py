@@ -32,11 +32,12 @@ from skippipe.checkpoint.format import MANIFEST, Manifest, check_file, read_mani
 from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError, first_line
 from skippipe.model.lora import A, B, merged
-from skippipe.model.model_files import check_model_folder, weight_map_of
+from skippipe.model.model_files import GENERATION, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stand_ins import is_stand_in
+from skippipe.runs.tail import read_object
 from skippipe.stage_subset import whole_numbers
 from skippipe.workload import Workload
 
@@ -59,6 +60,8 @@ class StagedModel:
     context: int
     """Tokens that the model attends to, at most."""
     device: str
+    end_tokens: frozenset[int] = frozenset()
+    """Tokens that end a text."""
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -84,6 +87,16 @@ class CheckpointOutline:
 
     def tokenizer(self) -> Any:
         return _tokenizer(self.place, self.spec.config.vocab_size)
+
+    def end_tokens(self, tokenizer: Any) -> frozenset[int]:
+        """Tokens that end a text: by the model's configuration, its tokenizer, and generation_config.json, which in
+        folders of chat models often has one that the others do not name."""
+        folder = self.place.parent if (self.place / MANIFEST).is_file() else self.place  # beside a run's checkpoints
+        settings = read_object(folder / GENERATION) or {}
+        found: set[int] = set()
+        for named in (self.spec.config.eos_token_id, tokenizer.eos_token_id, settings.get("eos_token_id")):
+            found.update(each for each in (named if isinstance(named, list) else [named]) if isinstance(each, int))
+        return frozenset(found)
 
 
 def load(
@@ -134,7 +147,7 @@ def _load(
             _add_stand_ins(stage, outline, number)
             _fill(stage, weights, place)
             stages.append(spread.place(stage))
-        found.append(StagedModel(stages, tokenizer, prefix, attended, devices[0]))
+        found.append(StagedModel(stages, tokenizer, prefix, attended, devices[0], outline.end_tokens(tokenizer)))
     return found
 
 

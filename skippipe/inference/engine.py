@@ -6,7 +6,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,8 +135,7 @@ class GenerationEngine:
         """`end_tokens` end a text; None: those that the model names."""
         self._tokenizer = staged.tokenizer
         self._context = staged.context
-        named = model_end_tokens(staged.stages[0].spec.config, staged.tokenizer)
-        self._end_tokens = named if end_tokens is None else end_tokens
+        self._end_tokens = staged.end_tokens if end_tokens is None else end_tokens
         self._decoder = decoder
         self._max_sequences = max_sequences
         self._waiting: deque[Generation] = deque()
@@ -222,10 +220,3 @@ class GenerationEngine:
                     break
         self._active = [generation for generation in self._active if not generation.finish_reason]
         return outputs
-
-
-def model_end_tokens(config: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text, by the model's configuration and its tokenizer."""
-    named = config.eos_token_id
-    found = named if isinstance(named, list) else [named]
-    return frozenset(token for token in (*found, tokenizer.eos_token_id) if token is not None)

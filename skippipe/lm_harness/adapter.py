@@ -121,11 +121,12 @@ class _Generation:
         self.text = ""
         self.ended = max_tokens < 1
         self._model = model
+        self._end_tokens = {*model.subset.staged.end_tokens, model.eot_token_id}
         self._until = [stop for stop in until if stop]
         self._prompt_tokens, self._max_tokens = len(row), max_tokens
 
     def add(self, token: int) -> None:
-        if token == self._model.eot_token_id:
+        if token in self._end_tokens:
             self.ended = True
             return
         self.row.append(token)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from skippipe import web
 from skippipe.errors import UserError
 from skippipe.inference.checkpoint_loader import CheckpointOutline
-from skippipe.inference.engine import model_end_tokens
 from skippipe.launch.fork_server import how_ended, last_log_line
 from skippipe.launch.launcher import JoinLauncher, Launcher, LocalLauncher
 from skippipe.serving.async_engine import AsyncEngine
@@ -188,7 +187,7 @@ class ServeApp(GatewayCallback):
     def _serve_http(self, gateway: GatewayThread, listening: socket.socket) -> None:
         config, model_config = self._config, self._outline.spec.config
         tokenizer = self._outline.tokenizer()
-        end_tokens = model_end_tokens(model_config, tokenizer)
+        end_tokens = self._outline.end_tokens(tokenizer)
         engine = AsyncEngine(gateway, tokenizer, config.name, config.context, model_config.vocab_size, end_tokens)
         app = application(engine, config.api, _log if config.access_log else None)
         self._server = web.server(app, config.host, config.port, gateway.cancel_all)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,20 +26,19 @@ from skippipe.inference.cached_stage import (
     embed,
     logits,
 )
-from skippipe.inference.checkpoint_loader import context_of
-from skippipe.inference.engine import Decoder, GenerationEngine, TokenByToken, model_end_tokens
+from skippipe.inference.checkpoint_loader import context_of, load, read_outline
+from skippipe.inference.engine import Decoder, GenerationEngine, TokenByToken
 from skippipe.inference.likelihood import SubsetModel
 from skippipe.inference.request import FinishReason, Generation, GenerationRequest, SamplingParams, TokenOutput
 from skippipe.model.model_spec import ModelSpec, llama_config
 from skippipe.model.stage import StageModel
 from skippipe.model_shape import MODELS
 from skippipe.stage_subset import StageSubset
-from tests.helpers.model_folders import TOKENIZER
+from tests.helpers.model_folders import TOKENIZER, export_to
 from tests.helpers.models import tiny
 from tests.helpers.quick import MOST_FAMILIES_SLOW
 from tests.helpers.staged_models import (
     GREEDY,
-    TEXT,
     WHOLE,
     asked,
     output_tokens,
@@ -317,11 +318,24 @@ def test_a_context_beyond_what_the_model_is_made_for_is_warned_of(
     assert f"--context {longest + 1}: by its config the model is made for {longest} tokens" in caplog.text
 
 
-def test_tokens_that_end_a_text() -> None:
-    config = staged().stages[0].spec.config
-    assert model_end_tokens(config, TEXT) == frozenset()
-    config.eos_token_id = [3, 4]
-    assert model_end_tokens(config, TEXT) == {3, 4}
+def test_tokens_that_end_a_text(tmp_path: Path) -> None:
+    """As in transformers, generation_config.json counts: chat models end an answer with tokens that only it names."""
+    export_to(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": null}')
+    model = load(tmp_path)
+    end = model.tokenizer.eos_token_id
+    assert model.end_tokens == ({end} if end is not None else set())
+    request = GenerationRequest(asked()[4].prompt, 30, SamplingParams(temperature=0))
+    (plain,) = GenerationEngine(model, TokenByToken(model, WHOLE, 1000)).run([request])
+    token = plain.output_tokens[5]
+
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [token, 4]}))
+    model = load(tmp_path)
+    assert model.end_tokens >= {token, 4}
+    (ended,) = GenerationEngine(model, TokenByToken(model, WHOLE, 1000)).run([request])
+    assert ended.finish_reason is FinishReason.STOP
+    assert ended.output_tokens == plain.output_tokens[: plain.output_tokens.index(token) + 1]
+    assert read_outline(tmp_path).end_tokens(model.tokenizer) == model.end_tokens, "as it is served"
 
 
 def test_a_stop_string_ends_a_reply() -> None:
