@@ -267,9 +267,8 @@ def _scaled(stages: Visits, subset: StageSubset, residual_scale: str) -> StageSu
 
 def _check_several(subset: StageSubset) -> None:
     if len(subset.stages) == 1:
-        raise UserError(
-            "--draft: there is one stage, and nothing to leave out: give the number of stages with --cut, as in --cut 6"
-        )
+        more = "give the number of stages with --cut, as in --cut 6" if subset.total == 1 else "write with more of them"
+        raise UserError(f"--draft: there is one stage, and nothing to leave out: {more}")
 
 
 class Draft(NamedTuple):

@@ -199,3 +199,5 @@ def test_drafts_that_cannot_be() -> None:
             parse_draft(text, WHOLE)
     with pytest.raises(UserError, match="give the number of stages with --cut"):
         parse_draft("0", StageSubset((0,), 1))
+    with pytest.raises(UserError, match="nothing to leave out: write with more of them"):
+        parse_draft("0", StageSubset((0,), 3))
