@@ -193,9 +193,12 @@ class Problem:
         slots = self.costs.slots.max(axis=0).clip(max=microbatches)
         return min(microbatches, int(slots.sum()) // self.visited)
 
-    def with_checkpointing(self) -> Problem:
-        """The same with activations that are recomputed."""
-        return replace(self, workload=replace(self.workload, activation_checkpointing=True))
+    @property
+    def workloads(self) -> tuple[Workload, ...]:
+        """The workload; if that is open, also with activations that are recomputed."""
+        if not self.decision_variables.checkpointing:
+            return (self.workload,)
+        return self.workload, replace(self.workload, activation_checkpointing=True)
 
     def has_more_slots_than(self, other: Problem) -> bool:
         """Whether some node can hold more lanes on some stage than in the other problem, of as many microbatches."""

@@ -36,7 +36,6 @@ from skippipe.planner.problem import (
     PlanRequest,
     Problem,
     Strategy,
-    averagings,
     full_pipeline,
     iteration_ns,
     lane_unit,
@@ -309,9 +308,9 @@ def _over_detours(problem: Problem, request: PlanRequest, share: float) -> list[
 
 def _over_links(problem: Problem, plan: Plan) -> Plan:
     """The plan on the cluster as it is."""
-    same = replace(problem, layers=plan.layers)
-    stages = tuple(map(Stage.of, plan.layers, averagings(same, plan.placement)))
-    return plan.edited(cluster=problem.cluster, stages=stages)
+    plan = plan.edited(cluster=problem.cluster)
+    ways = [plan.costs.averaging(stage, nodes) for stage, nodes in enumerate(plan.placement)]
+    return replace(plan, stages=tuple(map(Stage.of, plan.layers, ways)))
 
 
 def missing_links(cluster: Cluster) -> Flags:
@@ -475,7 +474,8 @@ def sandwich(plan: Plan, length: tuple[int, ...], request: PlanRequest, problem:
     if problem is None:
         searched, request = problem_on_stages(plan, longest), replace(request, placement=plan.placement)
     else:
-        searched = replace(problem, visited=longest, workload=plan.workload, layers=plan.layers)
+        sizes = tuple(map(len, plan.placement))
+        searched = replace(problem, visited=longest, workload=plan.workload, layers=plan.layers, sizes=sizes)
     return _with_averaging(searched, _improved(searched, [first], request, began), request)
 
 

@@ -100,9 +100,25 @@ def test_stages_that_fit_only_without_checkpointing_are_planned(variables: Decis
     cluster = replace(cluster, nodes=tuple(replace(node, memory_bytes=memory) for node in cluster.nodes))
     problem = Problem(cluster, work, 3, 2, decision_variables=variables)
     with pytest.raises(Infeasible):
-        problem.with_checkpointing()
+        replace(problem, workload=replace(work, activation_checkpointing=True))
     plan = make_plan(problem, Strategy.BEST, PlanRequest(changes=100, budget_s=600))
     assert not plan.workload.activation_checkpointing
+
+
+def test_one_large_node_may_hold_more_layers_than_others_could() -> None:
+    """Stages are not asked to have as many nodes as they had before layers moved: no other node has room for 15."""
+    work = replace(WORK, model=MODELS["llama-300m"], sequence_tokens=1024, samples_per_microbatch=1)
+    cluster = datacentre(7)
+    small = [replace(node, memory_bytes=4 * 10**9, flops_per_s=1e13) for node in cluster.nodes[1:]]
+    cluster = replace(cluster, nodes=(replace(cluster.nodes[0], flops_per_s=2e14), *small))
+    fixed = DecisionVariables(sizes=False, layers=False)
+    moved = Problem(cluster, work, 3, 3, sizes=(5, 1, 1), layers=(8, 1, 15), decision_variables=fixed)
+    start = make_plan(moved, Strategy.BEST, PlanRequest(changes=100, budget_s=600))
+    assert start.placement[2] == (0,)
+    problem = Problem(cluster, work, 3, 3)
+    plan = make_plan(problem, Strategy.BEST, PlanRequest(changes=100, budget_s=600, start=start, bound_s=1))
+    assert plan.layers == start.layers
+    assert 0 < (plan.lower_bound_ns or 0) <= iteration_ns(plan) <= iteration_ns(start)
 
 
 def test_recomputing_is_paid_for() -> None:

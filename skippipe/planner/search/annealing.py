@@ -333,15 +333,15 @@ def _time_and_nodes(plan: Plan) -> tuple[int, int]:
 
 
 def variants(problem: Problem, layers: tuple[int, ...]) -> list[Problem]:
-    """The problem with these layers, once for every choice that is open and that a state does not hold."""
+    """The problem with these layers and stages of any size, once for every choice that is open and that a state does
+    not hold."""
     splits = (True, False) if problem.decision_variables.split_backward else (problem.split_backward,)
-    same = replace(problem, layers=layers)
-    works = [same]
-    if problem.decision_variables.checkpointing:
-        with suppress(Infeasible):  # stages of one layer take more memory with it
-            checkpointing = same.with_checkpointing()
-            if checkpointing.has_more_slots_than(same):
-                works.append(checkpointing)
+    works: list[Problem] = []
+    for workload in problem.workloads:
+        with suppress(Infeasible):  # some layers fit only with it, a stage of one layer perhaps only without
+            each = replace(problem, workload=workload, layers=layers, sizes=(1,) * problem.stages)
+            if not works or each.has_more_slots_than(works[0]):
+                works.append(each)
     return [replace(work, split_backward=split) for work in works for split in splits]
 
 
