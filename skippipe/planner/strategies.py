@@ -374,11 +374,11 @@ def _checked_start(problem: Problem, plan: Plan) -> Plan:
     for what, found, required in zip(("stages", "stages on a path", "microbatches"), has, needed, strict=True):
         if found != required:
             raise UserError(f"the plan to begin with has {found} {what}, and {required} are asked for; plan without it")
-    plan = plan.edited(cluster=problem.cluster, workload=problem.workload)
-    broken = validate(plan)
-    if broken:
-        raise UserError(f"the plan to begin with does not hold here: {broken[0]}")
-    return plan
+    fitted = [plan.edited(cluster=problem.cluster, workload=work) for work in problem.workloads]
+    broken = [validate(each) for each in fitted]
+    if all(broken):
+        raise UserError(f"the plan to begin with does not hold here: {broken[0][0]}")
+    return fitted[broken.index([])]
 
 
 def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:

@@ -10,12 +10,13 @@ import pytest
 
 from skippipe.cluster import Cluster
 from skippipe.cost_model import seconds
-from skippipe.errors import Infeasible
+from skippipe.errors import Infeasible, UserError
 from skippipe.model_shape import MODELS
 from skippipe.plan import Plan
 from skippipe.planner.problem import DecisionVariables, PlanRequest, Problem, Strategy, iteration_ns
 from skippipe.planner.problem_spec import PlanSpec, problem_of
 from skippipe.planner.strategies import make_plan
+from skippipe.planner.sweep import choose_batch_size
 from skippipe.planner.whatif.advisor import choices
 from skippipe.presets import datacentre, regions
 from skippipe.simulator import simulate
@@ -51,6 +52,17 @@ def test_where_memory_is_short_activations_are_recomputed_if_that_is_faster(slot
     assert chosen.workload.activation_checkpointing
     assert validate(chosen) == []
     assert iteration_ns(chosen) < 0.8 * iteration_ns(kept)
+
+
+def test_a_search_begins_with_a_plan_that_recomputes_activations() -> None:
+    chosen = planned(1.5, OPEN)
+    request = PlanRequest(changes=1, budget_s=600, start=chosen)
+    problem = Problem(with_room_for(1.5), WORK, 3, 2, decision_variables=OPEN)
+    assert iteration_ns(make_plan(problem, Strategy.BEST, request)) <= iteration_ns(chosen)
+    found, _ = choose_batch_size(problem, 12, PlanRequest(changes=CHANGES, budget_s=600))
+    assert found.workload.activation_checkpointing
+    with pytest.raises(UserError, match="does not hold here: TC1"):
+        make_plan(replace(problem, decision_variables=DecisionVariables()), Strategy.BEST, request)
 
 
 def test_where_memory_is_plenty_they_are_kept() -> None:
