@@ -21,7 +21,7 @@ import numpy as np
 
 from skippipe.cluster import Cluster
 from skippipe.cost_model import cost_model_of, seconds
-from skippipe.errors import Infeasible, UserError
+from skippipe.errors import Infeasible
 from skippipe.jit import Flags, compile_beside
 from skippipe.jitter import Jitter
 from skippipe.model_shape import MODELS
@@ -42,7 +42,14 @@ from skippipe.planner.problem import (
     problem_on_stages,
 )
 from skippipe.planner.repair.repair import CHANGES, compile_repair, repaired
-from skippipe.planner.search.annealing import PLACEMENT_SHARE, compile_moves, improve, may_move_layers, variants
+from skippipe.planner.search.annealing import (
+    PLACEMENT_SHARE,
+    checked_start,
+    compile_moves,
+    improve,
+    may_move_layers,
+    variants,
+)
 from skippipe.planner.search.decomposition import part_count, planned_in_parts
 from skippipe.planner.two_phase import TRIALS, TwoPhaseSearch
 from skippipe.presets import datacentre
@@ -174,7 +181,7 @@ def _best(problem: Problem, request: PlanRequest) -> Plan:
     until = began + request.budget_s
     changes = request.changes
     if request.start:
-        starts = [_checked_start(problem, request.start)]
+        starts = [checked_start(problem, request.start, request.placement)]
     elif _begins_in_parts(problem, request) and (in_parts := _in_parts(problem, request)):
         starts = [in_parts]
         changes *= 1 - PARTS_SHARE
@@ -362,23 +369,6 @@ def _initial_plans(problem: Problem, request: PlanRequest, until: float) -> list
         cbs_request = replace(request, budget_s=CBS_SHARE * request.budget_s)
         found.append(TwoPhaseSearch(problem, Strategy.SKIPPIPE, cbs_request).plan())
     return sorted(found, key=iteration_ns)
-
-
-def _checked_start(problem: Problem, plan: Plan) -> Plan:
-    """The start plan on the problem's cluster; UserError if it does not fit the problem."""
-    names = [[node.name for node in each.nodes] for each in (problem.cluster, plan.cluster)]
-    if names[0] != names[1]:
-        raise UserError("the plan to begin with is for other nodes; plan without it")
-    has = len(plan.stages), plan.visited, plan.microbatches
-    needed = problem.stages, problem.visited, problem.workload.microbatches
-    for what, found, required in zip(("stages", "stages on a path", "microbatches"), has, needed, strict=True):
-        if found != required:
-            raise UserError(f"the plan to begin with has {found} {what}, and {required} are asked for; plan without it")
-    fitted = [plan.edited(cluster=problem.cluster, workload=work) for work in problem.workloads]
-    broken = [validate(each) for each in fitted]
-    if all(broken):
-        raise UserError(f"the plan to begin with does not hold here: {broken[0][0]}")
-    return fitted[broken.index([])]
 
 
 def with_paths_of(plan: Plan, length: PathLength, strategy: Strategy, request: PlanRequest) -> Plan:

@@ -180,6 +180,24 @@ def test_begins_with_a_plan() -> None:
         make_plan(replace(problem, workload=work), Strategy.BEST, replace(FEW, start=first))
 
 
+def test_what_is_fixed_is_not_taken_from_the_plan_to_begin_with() -> None:
+    problem = problem_on(uniform_cluster(8), timing=Timing.FULL)
+    first = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0))
+    first = first.edited(split_backward=True, dispatch=Dispatch.LANES_IN_ORDER)
+    request = PlanRequest(changes=1, start=first)
+    fixed = replace(problem, decision_variables=ALL_FIXED)
+    plan = make_plan(fixed, Strategy.BEST, request)
+    assert (plan.split_backward, plan.dispatch) == (False, Dispatch.FIRST_COME)
+    layers = (problem.layers[0] + 1, problem.layers[1] - 1, *problem.layers[2:])
+    with pytest.raises(UserError, match="as layers of stages, and"):
+        make_plan(replace(fixed, layers=layers), Strategy.BEST, request)
+    with pytest.raises(UserError, match="as sizes of stages, and"):
+        make_plan(replace(fixed, sizes=(1,) * problem.stages), Strategy.BEST, request)
+    turned = (*first.placement[1:], first.placement[0])
+    with pytest.raises(UserError, match="other nodes on its stages"):
+        make_plan(problem, Strategy.BEST, replace(request, placement=turned))
+
+
 def test_is_no_worse_than_any_plan_to_begin_with() -> None:
     problem = problem_on(unequal(9, [1e9, 4e9]), ALL_FIXED)
     starts = [make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(seed=seed, budget_s=0)) for seed in range(3)]

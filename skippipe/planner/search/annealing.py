@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import repeat
-from operator import itemgetter
+from operator import gt, itemgetter
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from skippipe.jit import Floats, Ints, cores, kernel
 from skippipe.jitter import Jitter, spread_of
 from skippipe.plan import Plan
 from skippipe.planner.astar import INFINITE_NS
-from skippipe.planner.problem import Problem
+from skippipe.planner.problem import Placement, Problem
 from skippipe.planner.search.moves import DRAWS, PLACEMENT_MOVES, Move, cumulative_move_weights, propose
 from skippipe.planner.search.objective import objective
 from skippipe.planner.search.reinsertion import recreate
@@ -268,6 +268,39 @@ def improve(
     promised = [*_promised([*starts, *distinct], problem.timing), incumbent.plan]
     tails = [(spread_of(plan, problem.timing, jitter).tail_ns, len(plan.stage_of)) for plan in promised]
     return replace(promised[tails.index(min(tails))], strategy="best")
+
+
+def checked_start(problem: Problem, plan: Plan, placement: Placement | None) -> Plan:
+    """The plan to begin with, on the problem's cluster and with the dispatch and the backward that are fixed; UserError
+    if it does not fit the problem, or has nodes elsewhere than a placement that is kept."""
+    names = [[node.name for node in each.nodes] for each in (problem.cluster, plan.cluster)]
+    if names[0] != names[1]:
+        raise UserError("the plan to begin with is for other nodes; plan without it")
+    if placement and any(set(nodes) - set(kept) for nodes, kept in zip(plan.placement, placement, strict=False)):
+        raise UserError("the plan to begin with has other nodes on its stages than those to keep; plan without it")
+    variables, sizes = problem.decision_variables, [len(nodes) for nodes in plan.placement]
+    compared: list[tuple[str, object, object]] = [
+        ("stages", len(plan.stages), problem.stages),
+        ("stages on a path", plan.visited, problem.visited),
+        ("microbatches", plan.microbatches, problem.workload.microbatches),
+    ]
+    if not variables.layers:
+        compared.append(("as layers of stages", list(plan.layers), list(problem.layers)))
+    if not variables.sizes and any(map(gt, sizes, problem.sizes)):  # less: no lane visited a node
+        compared.append(("as sizes of stages", sizes, list(problem.sizes)))
+    for what, found, required in compared:
+        if found != required:
+            raise UserError(f"the plan to begin with has {found} {what}, and {required} are asked for; plan without it")
+    plan = replace(
+        plan,
+        dispatch=plan.dispatch if variables.dispatch else problem.dispatch,
+        split_backward=plan.split_backward if variables.split_backward else problem.split_backward,
+    )
+    fitted = [plan.edited(cluster=problem.cluster, workload=work) for work in problem.workloads]
+    broken = [validate(each) for each in fitted]
+    if all(broken):
+        raise UserError(f"the plan to begin with does not hold here: {broken[0][0]}")
+    return fitted[broken.index([])]
 
 
 def _placement_moves(problem: Problem, keep_stages: bool) -> set[Move]:
