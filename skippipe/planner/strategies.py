@@ -86,23 +86,29 @@ def make_plan(problem: Problem, strategy: Strategy, request: PlanRequest) -> Pla
 def _with_codecs(problem: Problem, budget: CodecBudget, strategy: Strategy, request: PlanRequest) -> Plan:
     """A plan whose codecs are chosen, too: the search knows the smallest, or those that can be had everywhere."""
     works = budget.workloads(problem.workload, problem.visited, problem.sizes, problem.layers)
-    searched = [replace(problem, workload=work, codec_budget=None) for work in works]
-    each = replace(request, budget_s=request.budget_s / len(works), changes=request.changes / len(works), bound_s=0.0)
+    usual = replace(works[0], gradient_dtype=budget.usual[1])
+    searched: list[Problem] = []
+    for work in works:
+        with suppress(Infeasible):  # the error feedback of small codecs takes memory
+            searched.append(replace(problem, workload=work, codec_budget=None))
+    all_fit = len(searched) == len(works)
+    searched = searched or [replace(problem, workload=usual, codec_budget=None)]
+    count = len(searched)
+    each = replace(request, budget_s=request.budget_s / count, changes=request.changes / count, bound_s=0.0)
     plans: list[Plan] = []
     for number, one in enumerate(searched):
         if not plans or not request.stopped():
-            share = number / len(works)
+            share = number / count
 
             def on_progress(what: str, done: float, best_s: float | None, share: float = share) -> None:
-                request.progress(f"{what}, codecs not yet chosen", share + done / len(works), best_s)
+                request.progress(f"{what}, codecs not yet chosen", share + done / count, best_s)
 
             found = _make_plan(one, strategy, replace(each, progress=on_progress))
             plans.append(choose_codecs(found, budget, problem.timing))
             chosen_s = seconds(iteration_ns(min(plans, key=iteration_ns)))
-            request.progress("choosing codecs", (number + 1) / len(works), chosen_s)
+            request.progress("choosing codecs", (number + 1) / count, chosen_s)
     best = min(plans, key=iteration_ns)
-    usual = replace(works[0], gradient_dtype=budget.usual[1])
-    same_memory = (replace(searched[0], workload=usual).costs.slots == searched[0].costs.slots).all()
+    same_memory = all_fit and (replace(searched[0], workload=usual).costs.slots == searched[0].costs.slots).all()
     return _bounded(searched[0], best, request) if request.bound_s and same_memory else best
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from skippipe.codecs import GRADIENTS
-from skippipe.errors import UserError
+from skippipe.errors import Infeasible, UserError
 from skippipe.model_shape import MODELS
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.planner.codec_choice import choose_beside, choose_codecs, with_codecs_of
@@ -231,3 +231,19 @@ def test_what_a_search_shows_is_what_its_plan_promises(missing: bool, nats: floa
     assert chosen[-1] == found.promise.iteration_s == min(chosen)
     assert [share for _, share, _ in shown] == sorted(share for _, share, _ in shown)
     assert (len(chosen) < len(shown)) == (nats is not None)
+
+
+@pytest.mark.parametrize("nats", [0.0, 1.0])
+def test_codecs_whose_error_feedback_takes_too_much_memory_are_left_out(nats: float) -> None:
+    work = Workload(MODELS["llama-30m"], microbatches=4)
+    cluster = uniform_cluster(4)
+    memory = max(
+        work.fixed_bytes(stage, layers) + work.held_bytes(layers) for stage, layers in enumerate(work.layer_split(2))
+    )
+    cluster = replace(cluster, nodes=tuple(replace(node, memory_bytes=memory) for node in cluster.nodes))
+    problem = Problem(cluster, work, 2, 2, codec_budget=CodecBudget.of(nats, DEFAULT_PRICES))
+    with pytest.raises(Infeasible):
+        replace(problem, workload=replace(work, gradient_dtype="rank-64"))
+    plan = make_plan(problem, Strategy.DTFM_SKIP, PlanRequest(budget_s=0, bound_s=1))
+    assert validate(plan) == []
+    assert plan_nats(plan, DEFAULT_PRICES) <= nats
