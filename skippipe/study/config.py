@@ -90,6 +90,8 @@ class EvalSettings:
     """Questions of each kind to make of every text in the end, at most, for the whole model and its parts; 0: none."""
 
     def __post_init__(self) -> None:
+        for share in self.keep:
+            parse_share(share, "measuring.keep")
         for each in self.wire:
             _check_codec(each, "measuring.wire")
 

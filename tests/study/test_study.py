@@ -195,6 +195,11 @@ def test_questions_make_another_run_of_the_same_weights() -> None:
     assert plain.frozen_key == asked.frozen_key
 
 
+def test_shares_to_keep_are_checked_before_anything_is_trained() -> None:
+    with pytest.raises(UserError, match=r"measuring\.keep: 'half' is not a share; write"):
+        EvalSettings(keep=["1/2", "half"])
+
+
 def test_a_model_that_grows() -> None:
     assert young_stages(6, 4) == (0, 1, 2, 5)
     assert donors(6, 4) == {3: 1, 4: 2}
