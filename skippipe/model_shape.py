@@ -137,7 +137,7 @@ class ModelShape:
 
         heads = size("heads", "num_attention_heads")
         hidden = size("hidden", "hidden_size")
-        experts = size("experts", "num_local_experts", "num_experts", "n_routed_experts", default=1)
+        experts = size("experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=1)
         tied = config.get("tie_word_embeddings") or False
         if not isinstance(tied, bool):
             raise UserError(f"{place}.tie_word_embeddings: expected true or false, found {tied!r}")
@@ -153,7 +153,7 @@ class ModelShape:
             vocab=size("vocab", "vocab_size"),
             tied_embeddings=tied,
             experts=experts,
-            experts_active=size("experts_active", "num_experts_per_tok", default=1) if experts > 1 else 1,
+            experts_active=size("experts_active", "num_experts_per_tok", "moe_k", default=1) if experts > 1 else 1,
         )
 
 

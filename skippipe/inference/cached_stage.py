@@ -290,12 +290,15 @@ class CachedStage:
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
         positions = None if rows.even else rows.positions_on(hidden.device)
         rotation = self._rotation(rows, positions, hidden)
+        if positions is None:
+            positions = torch.arange(rows.starts[0], rows.starts[0] + rows.width, device=hidden.device)[None]
+        inputs = {"position_ids": positions, "position_embeddings": rotation}
         masks = {window: mask(rows, window, hidden) for window in dict.fromkeys(self._windows)}
 
         def through(given: Tensor, turn: int) -> Tensor:
             past = self._cache_of(turn).begin(rows)
             for layer, window in zip(self.model.layers, self._windows, strict=True):
-                given = layer(given, attention_mask=masks[window], position_embeddings=rotation, past_key_values=past)
+                given = layer(given, attention_mask=masks[window], past_key_values=past, **inputs)
             return given
 
         self.model.set_hop(hop)
@@ -334,7 +337,11 @@ class CachedStage:
     def rotations(self, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions before `end`, and perhaps more: [1, positions, head size]."""
         if self._rotations is None or self._rotations[0].shape[1] < end:
-            self._rotations = self.model.rotary(like, torch.arange(2 * end, device=like.device)[None])
+            found = self.model.rotary(like, torch.arange(2 * end, device=like.device)[None])
+            if not isinstance(found, tuple):
+                kind = self.model.spec.config.model_type
+                raise UserError(f"{kind} models rotate positions by complex numbers: they can be trained, but not used")
+            self._rotations = found
         return self._rotations
 
     def _rotation(self, rows: BatchRows, positions: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:

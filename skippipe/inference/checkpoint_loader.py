@@ -143,7 +143,7 @@ def _load(
         spread = SpreadLayers(devices, whole_bytes)
         stages = []
         for number, each in enumerate(layer_ranges(outline.layers)):
-            stage = StageModel(spec, each, ends=number == 0).eval()
+            stage = StageModel(spec, each, ends=number == 0)
             _add_stand_ins(stage, outline, number)
             _fill(stage, weights, place)
             stages.append(spread.place(stage))
@@ -201,7 +201,7 @@ def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = 
 def load_stage(outline: CheckpointOutline, number: int) -> StageModel:
     """One stage alone, in host memory; the weights of other stages are not read, unless the files have other names for
     them."""
-    stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0).eval()
+    stage = StageModel(outline.spec, layer_ranges(outline.layers)[number], ends=number == 0)
     _add_stand_ins(stage, outline, number)
     _fill(stage, select_weights(outline, {name for name, _ in _stored_with(stage, outline.place)}), outline.place)
     return stage

@@ -7,9 +7,12 @@ the seed and on which part it is, so a layer comes out the same on whatever node
 
 from __future__ import annotations
 
+import inspect
+import logging
 import re
 from collections.abc import Callable
 from copy import copy
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,20 @@ from skippipe.model.lora import LoraConfig
 from skippipe.model.model_files import CODE_FIELD, check_model_folder
 from skippipe.model_shape import MODELS, ModelShape, model_named
 
+log = logging.getLogger(__name__)
 _Language: Any = AutoModelForCausalLM  # untyped
 QUANTISED_FIELD = "quantization_config"
 ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config are kernels to be fetched
-TESTED = ("llama", "qwen3", "mistral", "qwen3_moe")
+EXAMPLES = "llama, qwen3, mistral"
+TESTED = frozenset(
+    (
+        *("afmoe", "arcee", "bitnet", "cwm", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "glm"),
+        *("glm4", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        *("hyperclovax", "llama", "ministral", "ministral3", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "phimoe"),
+        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "youtu"),
+    )
+)
+"""Kinds of models whose stages compute what transformers computes (`tests/model/test_architectures.py`)."""
 SCALES = (
     "embedding_multiplier",
     "mup_enabled",
@@ -66,12 +79,19 @@ def config_named(name: str, vocabulary: int | None = None, layers: int = 0) -> A
                 f"model '{name}': its weights are quantised ({QUANTISED_FIELD}: {how}), which is not supported; use "
                 "the model that they were made of"
             )
+        if config.model_type not in TESTED:
+            warn_untested(config.model_type)
     if vocabulary is not None:
         config.vocab_size = vocabulary
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if (getattr(config, token, None) or 0) >= vocabulary:
                 setattr(config, token, None)
     return _with_layers(config, layers, name) if layers not in (0, config.num_hidden_layers) else config
+
+
+@cache
+def warn_untested(kind: str) -> None:
+    log.warning("%s models are not among those that were tested: compare what they write with transformers", kind)
 
 
 def _with_layers(config: Any, layers: int, name: str) -> Any:
@@ -144,7 +164,7 @@ class ModelSpec:
             if not hasattr(self._base, part):
                 raise UserError(
                     f"a {config.model_type} model has no '{part}': stages can be made of models that have "
-                    f"embed_tokens, layers, norm and rotary_emb, as {', '.join(TESTED)} do"
+                    f"embed_tokens, layers, norm and rotary_emb, as {EXAMPLES} do"
                 )
         self._check_between_parts()
         if lora is not None and lora.rank:
@@ -158,17 +178,35 @@ class ModelSpec:
         if scales:
             raise UserError(
                 f"a {config.model_type} model scales its embeddings or logits ({', '.join(scales)}), which stages do "
-                f"not: they are made of models like {', '.join(TESTED)}"
+                f"not: they are made of models like {EXAMPLES}"
+            )
+        if "layer_type" in inspect.signature(type(self._base.rotary_emb).forward).parameters:
+            raise UserError(
+                f"a {config.model_type} model has layers whose positions count in different ways, which stages do not "
+                f"know: they are made of models like {EXAMPLES}"
+            )
+        state = self.skeleton.state_dict(keep_vars=True)
+        values = {name.rpartition(".")[2] for name, each in state.items() if not isinstance(each, nn.Parameter)}
+        if values:
+            named = ", ".join(sorted(values))
+            raise UserError(
+                f"a {config.model_type} model has values beside its weights ({named}), which stages do not hold: they "
+                f"are made of models like {EXAMPLES}"
             )
         if not hasattr(config, "rms_norm_eps"):
             raise UserError(
                 f"a {config.model_type} model has norms of another kind than RMS (no 'rms_norm_eps' in its "
-                f"configuration): stages are made of models like {', '.join(TESTED)}"
+                f"configuration): stages are made of models like {EXAMPLES}"
             )
 
     @property
     def shape(self) -> ModelShape:
         return ModelShape.from_config(self.config.to_dict(), f"a {self.config.model_type} model")
+
+    @property
+    def parameters(self) -> int:
+        """All of them, whereas `shape` counts those of a model like Llama or Mixtral."""
+        return sum(each.numel() for each in self.skeleton.parameters())
 
     @property
     def layers(self) -> int:

@@ -58,6 +58,7 @@ class StageModel(nn.Module):
         self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
         self._watch_routers()
+        self.eval()  # no dropout, no noise in routers: what is computed again after a loss has to be the same
 
     def embed(self, tokens: Tensor) -> Tensor:
         assert self.embedding is not None, "only stage 0 embeds"

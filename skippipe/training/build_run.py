@@ -3,6 +3,7 @@ started."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -59,6 +60,8 @@ from skippipe.training.run_folder import make_folder
 from skippipe.training.trackers import check_trackers
 from skippipe.transport.addresses import free_port
 
+log = logging.getLogger(__name__)
+UNCOUNTED = 1.02  # times the parameters that plans count
 ITERATION_TIMEOUT_FACTOR = 5  # times the promised seconds
 CHECKPOINT_ADVICE = "set checkpoint.every"
 
@@ -271,6 +274,7 @@ def build_run(
     vocabulary = None if job.model.weights else tokens.vocabulary
     config = config_named(job.model.config, vocabulary, job.model.layers)
     spec = ModelSpec(config, job.seed, job.lora, job.recipe.bridges, job.recipe.adapters, job.recipe.repeats)
+    compare_parameters(spec)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     if given and spec.heals:
@@ -291,3 +295,15 @@ def build_run(
     if options.resumed:
         _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
     return run_setup
+
+
+def compare_parameters(spec: ModelSpec) -> None:
+    """Warn of a model with much that plans do not count."""
+    there, counted = spec.parameters, spec.shape.parameters
+    if there > UNCOUNTED * counted:
+        log.warning(
+            "plans count %.3g of the model's %.3g million parameters, as if its layers were those of Llama or Mixtral "
+            "(no shared experts, say): nodes need more memory than planned",
+            counted / 1e6,
+            there / 1e6,
+        )

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from skippipe.errors import UserError
-from skippipe.model.model_spec import check_device
+from skippipe.model.model_spec import ModelSpec, check_device
 from skippipe.planner.problem import PlanRequest
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.backends import BACKENDS
-from skippipe.training.build_run import build_run
+from skippipe.training.build_run import build_run, compare_parameters
 from skippipe.training.job_config import (
     BatchConfig,
     ComputeConfig,
@@ -25,6 +26,7 @@ from skippipe.training.job_config import (
 from skippipe.training.run import RunOptions
 from skippipe.training.train_job import run_job, start_notes
 from tests.helpers.model_folders import checkpoint_in
+from tests.helpers.models import SIZES
 
 
 def test_notes_before_a_run_on_what_the_job_may_not_mean(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +103,11 @@ def test_a_run_that_is_over_is_refused_before_text_is_read(tmp_path: Path, monke
         build_run(replace(job, iterations=8), options=resumed)
     with pytest.raises(UserError, match="--resume: one process does not go on from checkpoints"):
         run_job(replace(job, iterations=8), BACKENDS["one-process"], resumed=True)
+
+
+def test_parameters_that_plans_do_not_count_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    for shared in (1, 48):
+        mixture = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": shared}
+        compare_parameters(ModelSpec(AutoConfig.for_model("qwen2_moe", **SIZES, **mixture)))
+    (record,) = caplog.records
+    assert record.getMessage().startswith("plans count 0.0686 of the model's 0.0922 million parameters")

@@ -1,0 +1,141 @@
+"""Stages of every kind of model that is said to be tested compute what transformers computes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skippipe.checkpoint.hf_export import ModelFolder
+from skippipe.errors import UserError
+from skippipe.inference.cached_stage import BatchRows, StageChain, embed, logits
+from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
+from skippipe.model.flat_params import layout_of_stage
+from skippipe.model.model_spec import TESTED, ModelSpec, warn_untested
+from tests.helpers.model_folders import TOKENIZER
+from tests.helpers.models import FAMILIES, SIZES, whole_model
+from tests.helpers.quick import others_slow
+from tests.model.test_model import LABELS, LAYERS, TOKENS, stages_of, tasks_of, train_once
+
+COMMON = {
+    **SIZES,
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},  # some kinds want numbers
+    **{
+        "num_experts": 4,
+        "num_local_experts": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+    },
+    **{"moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "router_aux_loss_coef": 0.0,  # transformers adds none unless it is asked to
+}
+LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+WITH_LATENT_KEYS = ("deepseek_v3", "youtu")
+
+
+def config_of(kind: str) -> Any:
+    """Dense kinds get no fields of mixtures: what they do not know they would keep."""
+    known = {*SIZES, *AutoConfig.for_model(kind).to_dict()}
+    sizes = {name: value for name, value in COMMON.items() if name in known}
+    if kind in WITH_LATENT_KEYS:
+        del sizes["head_dim"]
+        sizes |= {**LATENT, "num_key_value_heads": 4}
+    return AutoConfig.for_model(kind, **sizes)
+
+
+every_kind = partial(pytest.mark.parametrize, "kind")(
+    others_slow(["mixtral", "seed_oss"], sorted(TESTED - {"mixtral", "seed_oss"}))
+)
+
+
+@every_kind
+def test_stages_give_the_logits_of_transformers_at_once_and_with_a_cache(kind: str) -> None:
+    config = config_of(kind)
+    stages = stages_of(ModelSpec(config, seed=3))
+    chain = StageChain(stages, (0, 1, 2), 1.0, 100)
+    with torch.no_grad():
+        hidden = stages[0].embed(TOKENS)
+        for stage in stages:
+            hidden = stage(hidden)
+        assert stages[0].norm is not None and stages[0].head is not None
+        at_once = stages[0].head(stages[0].norm(hidden))
+        expected = whole_model(config, stages).eval()(input_ids=TOKENS, use_cache=False).logits
+        pieces = [
+            logits(stages[0], chain.forward(embed(stages[0], TOKENS[:, slice(begin, end)].tolist()), rows))
+            for begin, end in ((0, 7), (7, 8), (8, 20))
+            for rows in [BatchRows((0, 1), (begin, begin), (end - begin, end - begin))]
+        ]
+    torch.testing.assert_close(at_once, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
+
+
+@every_kind
+def test_gradients_are_those_of_the_whole_model(kind: str) -> None:
+    """Without dropout, which some configurations ask for."""
+    config = config_of(kind)
+    tasks = tasks_of(ModelSpec(config, seed=3))
+    model = whole_model(config, [each.model for each in tasks]).eval()
+    loss = train_once(tasks)
+    expected = functional.cross_entropy(model(input_ids=TOKENS, use_cache=False).logits.flatten(0, 1), LABELS.flatten())
+    torch.autograd.backward(expected)
+    assert math.isclose(loss, float(expected.detach()), rel_tol=1e-5)
+    found = {name: each.grad for stage in tasks for name, each in stage.model.named_weights()}
+    for name, each in model.named_parameters():
+        if each.grad is not None:
+            torch.testing.assert_close(found[name], each.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@every_kind
+def test_folders_of_transformers_are_read_and_ours_by_transformers(kind: str, tmp_path: Path) -> None:
+    """Also where files have other names for the weights than models have, as for experts."""
+    config = config_of(kind)
+    config.vocab_size = TOKENIZER.size
+    spec = ModelSpec(config, seed=3)
+    stages = stages_of(spec)
+    whole, theirs, ours = whole_model(config, stages).eval(), tmp_path / "theirs", tmp_path / "ours"
+    whole.save_pretrained(theirs)
+    TOKENIZER.save(theirs)
+    folder = ModelFolder(ours, LAYERS, spec, TOKENIZER)
+    for number, stage in enumerate(stages):
+        weights = dict(stage.named_weights())
+        layout = layout_of_stage(spec, LAYERS, number)
+        folder.store_flat(number, torch.cat([weights[slot.name].detach().flatten() for slot in layout]))
+    for place in (theirs, ours):
+        outline = read_outline(place, "2,1,2")
+        for number, (stage, other) in enumerate(zip(stages, load(place, "2,1,2").stages, strict=True)):
+            expected = dict(stage.named_weights())
+            for found in (other, load_stage(outline, number)):
+                for name, each in found.named_weights():
+                    assert torch.equal(each, expected[name]), name
+    again = AutoModelForCausalLM.from_pretrained(ours)
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=TOKENS, use_cache=False).logits, whole(TOKENS, use_cache=False).logits)
+
+
+def test_values_beside_the_weights_are_refused() -> None:
+    """Which no stage would read from a folder."""
+    with pytest.raises(UserError, match=r"a deepseek_v3 model has values beside its weights \(e_score_correction_bias"):
+        ModelSpec(config_of("deepseek_v3"))
+
+
+def test_other_kinds_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert {each.partition("-")[0] for each in FAMILIES} < TESTED
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            warn_untested("doge")
+    assert [each.getMessage().partition(":")[0] for each in caplog.records] == [
+        "doge models are not among those that were tested"
+    ]
+
+
+def test_positions_that_depend_on_the_layer_are_refused() -> None:
+    with pytest.raises(UserError, match=r"an? olmo3 model has layers whose positions count in different ways"):
+        ModelSpec(config_of("olmo3"))
