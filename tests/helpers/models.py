@@ -1,4 +1,4 @@
-"""Small models of every family that is tested, and a whole transformers model with the weights of stages."""
+"""Small models of every family that is tested, in stages, and a whole transformers model with their weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
-from skippipe.model.stage import StageModel
+from skippipe.model.model_spec import ModelSpec
+from skippipe.model.stage import StageModel, layer_ranges
+from skippipe.model.stage_step import StageStep
+from skippipe.optim.config import OptimConfig
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -23,6 +26,9 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+LAYERS = (2, 1, 2)
+TOKENS = torch.arange(40).reshape(2, 20) * 7 % 97
+LABELS = TOKENS.roll(-1, 1)
 
 
 def tiny(family: str, **others: Any) -> Any:
@@ -53,3 +59,42 @@ def whole_model(config: Any, stages: Iterable[StageModel]) -> Any:
         for name, each in model.named_parameters():
             each.copy_(weights[name])
     return model
+
+
+def stages_of(spec: ModelSpec, counts: tuple[int, ...] = LAYERS, **options: Any) -> list[StageModel]:
+    return [StageModel(spec, layers, ends=index == 0, **options) for index, layers in enumerate(layer_ranges(counts))]
+
+
+def tasks_of(spec: ModelSpec, **options: Any) -> list[StageStep]:
+    return [
+        StageStep(spec, layers, OptimConfig(), ends=index == 0, **options)
+        for index, layers in enumerate(layer_ranges(LAYERS))
+    ]
+
+
+def train_once(
+    tasks: list[StageStep],
+    path: tuple[int, ...] = (0, 1, 2),
+    split: bool = False,
+    drive: float = 1.0,
+    early: float = 0.0,
+    again: bool = False,
+) -> float:
+    """One microbatch there and back over the stages of a path; `again`: stage 0 has lost it when its head comes."""
+    key = (0, 0)
+    hidden = tasks[path[0]].begin(key, TOKENS)
+    for stage in path[1:]:
+        hidden = tasks[stage].forward(key, hidden, drive)
+    if again:
+        tasks[0].drop(key)
+    loss, gradient = tasks[0].head(key, hidden, LABELS, early=early)
+    if again:
+        tasks[0].begin(key, TOKENS)
+    for stage in reversed(path):
+        back = tasks[stage].backward(key, gradient)
+        assert (back is None) == (stage == 0)
+        gradient = gradient if back is None else back
+    if split:
+        for stage in path:
+            tasks[stage].weight_gradients(key)
+    return float(loss)

@@ -20,9 +20,8 @@ from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
 from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.model_spec import TESTED, ModelSpec, warn_untested
 from tests.helpers.model_folders import TOKENIZER
-from tests.helpers.models import FAMILIES, SIZES, whole_model
+from tests.helpers.models import FAMILIES, LABELS, LAYERS, SIZES, TOKENS, stages_of, tasks_of, train_once, whole_model
 from tests.helpers.quick import others_slow
-from tests.model.test_model import LABELS, LAYERS, TOKENS, stages_of, tasks_of, train_once
 
 COMMON = {
     **SIZES,

@@ -17,54 +17,19 @@ from transformers import AutoConfig
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec, config_named
-from skippipe.model.stage import StageModel, layer_ranges
-from skippipe.model.stage_step import StageStep
 from skippipe.model_shape import MODELS
 from skippipe.optim.config import OptimConfig
-from tests.helpers.models import FAMILIES, SIZES, tiny, whole_model
-
-LAYERS = (2, 1, 2)
-TOKENS = torch.arange(40).reshape(2, 20) * 7 % 97
-LABELS = TOKENS.roll(-1, 1)
-
-
-def stages_of(spec: ModelSpec, counts: tuple[int, ...] = LAYERS, **options: Any) -> list[StageModel]:
-    return [StageModel(spec, layers, ends=index == 0, **options) for index, layers in enumerate(layer_ranges(counts))]
-
-
-def tasks_of(spec: ModelSpec, **options: Any) -> list[StageStep]:
-    return [
-        StageStep(spec, layers, OptimConfig(), ends=index == 0, **options)
-        for index, layers in enumerate(layer_ranges(LAYERS))
-    ]
-
-
-def train_once(
-    tasks: list[StageStep],
-    path: tuple[int, ...] = (0, 1, 2),
-    split: bool = False,
-    drive: float = 1.0,
-    early: float = 0.0,
-    again: bool = False,
-) -> float:
-    """One microbatch there and back over the stages of a path; `again`: stage 0 has lost it when its head comes."""
-    key = (0, 0)
-    hidden = tasks[path[0]].begin(key, TOKENS)
-    for stage in path[1:]:
-        hidden = tasks[stage].forward(key, hidden, drive)
-    if again:
-        tasks[0].drop(key)
-    loss, gradient = tasks[0].head(key, hidden, LABELS, early=early)
-    if again:
-        tasks[0].begin(key, TOKENS)
-    for stage in reversed(path):
-        back = tasks[stage].backward(key, gradient)
-        assert (back is None) == (stage == 0)
-        gradient = gradient if back is None else back
-    if split:
-        for stage in path:
-            tasks[stage].weight_gradients(key)
-    return float(loss)
+from tests.helpers.models import (
+    FAMILIES,
+    LABELS,
+    SIZES,
+    TOKENS,
+    stages_of,
+    tasks_of,
+    tiny,
+    train_once,
+    whole_model,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
