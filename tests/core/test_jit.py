@@ -19,6 +19,7 @@ def answer(cache: Path, **environment: str) -> str:
     return ran.stdout.strip()
 
 
+@pytest.mark.slow
 def test_damaged_machine_code_is_compiled_anew(tmp_path: Path) -> None:
     assert answer(tmp_path) == "True False"
     for suffix in ("nbi", "nbc"):

@@ -151,6 +151,7 @@ def test_trust_is_learned() -> None:
     assert acceptance.rate(1.0) < 0.01
 
 
+@pytest.mark.slow
 def test_drafts_that_end_early_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever it is that another token does not seem to pay, with caches of their own or without."""
     model = staged(late=0.15)

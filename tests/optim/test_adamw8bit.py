@@ -13,7 +13,6 @@ from skippipe.optim.adamw8bit import AdamW8bit
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import ParamSlot
 from tests.helpers.executors import noise
-from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
 LEARNING = OptimConfig("adamw8bit", beta1=0.8, beta2=0.97, weight_decay=0.3, epsilon=1e-6)
@@ -106,7 +105,8 @@ def test_a_running_mean_follows_changes_that_are_smaller_than_the_distance_of_tw
     assert float(ratio.std()) < 0.05
 
 
-@pytest.mark.parametrize("offload", others_slow([True], [False]))
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [True, False])
 def test_a_compiled_step_is_traced_once_and_is_the_same(monkeypatch: pytest.MonkeyPatch, offload: bool) -> None:
     """What a GPU gets, up to its kernels, which take a compiler: whole pieces, of any step, are one graph. The last
     piece, shorter, is stepped along as it is."""

@@ -208,9 +208,8 @@ def test_the_commands_say_what_was_chosen_and_draw_the_trade(tmp_path: Path, ski
     assert png.read_bytes()[:4] == b"\x89PNG" and "What codecs give" in page.read_text()
 
 
-@pytest.mark.parametrize(
-    ("missing", "nats"), others_slow([(True, 0.002)], [(True, None), (False, None), (False, 0.002)])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("missing", "nats"), [(True, 0.002), (True, None), (False, None), (False, 0.002)])
 def test_what_a_search_shows_is_what_its_plan_promises(missing: bool, nats: float | None) -> None:
     """Until codecs are chosen, it says that they are not."""
     cluster = five_sites(10)

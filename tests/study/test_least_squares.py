@@ -103,6 +103,7 @@ def test_a_fitted_repeat_of_full_rank_is_the_stage_that_it_stands_for() -> None:
     assert damage(several, (0, 3), (0, 1), (0,)) < 0.01
 
 
+@pytest.mark.slow
 def test_a_fitted_repeat_is_the_better_the_larger_its_rank() -> None:
     before = healing_engine((2, 2, 2), 2)
     parts: tuple[Visits, ...] = (0, 1), (0, 2)

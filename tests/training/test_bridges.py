@@ -140,7 +140,8 @@ def test_a_resumed_run_goes_on_with_its_bridges(tmp_path: Path) -> None:
         origin_of(checkpoints, replace(config, plan=replace(made.plan, stages=stages, expected=None)))
 
 
-@pytest.mark.parametrize("kept", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["by neighbours", "by checkpoints"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [0, 1], ids=["by neighbours", "by checkpoints"])
 def test_bridges_survive_whoever_is_lost(kept: int, tmp_path: Path) -> None:
     """A replica, all of stage 0, all of another stage, and the coordinator; with real tensors under virtual time."""
     made = bridged(tmp_path, iterations=9, checkpoint={"every": kept}, survive={"backup_every": 1, "planning_s": 0.0})

@@ -294,6 +294,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_training_goes_on_with_the_deeper_model(shop: Shop) -> None:
     whole = shop.job("whole")
     code, said = shop.skippipe("grow", shop.folder / "young", whole)

@@ -181,6 +181,7 @@ def test_low_rank(family: str, pieces: tuple[Piece, ...], monkeypatch: pytest.Mo
     assert off < 0.01 * distance(exact.weights(), oracle.weights())
 
 
+@pytest.mark.slow
 def test_a_node_that_is_lost_while_it_averages_at_low_rank_comes_back_to_the_same_bits() -> None:
     """With nothing kept and first factors of its own; the others have factors of the iterations before."""
     plan, spec = plan_of(FULL, gradient_dtype="rank-4", pieces=WAYS[1])

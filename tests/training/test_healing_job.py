@@ -171,6 +171,7 @@ def test_the_whole_model_teaches_over_nodes_as_in_one_process(
         assert said in capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_a_plan_with_paths_of_several_lengths_says_how_often_layers_repeat(tmp_path: Path) -> None:
     """Some go through all stages, which is no reason to refuse it, and half of them leave one out."""
     job = healing_job(tmp_path, fitted(tmp_path / "fitted"), recipe=replace(HEAL, skip="0 & 1/3"))
