@@ -320,7 +320,7 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOr
         raise UserError(no_checkpoint(checkpoints))
     found = origin.manifest
     for name, theirs, ours in (
-        ("model", _essence(found.config), _essence(node_config.config)),
+        ("model", essence(found.config), essence(node_config.config)),
         ("seed", found.seed, node_config.seed),
         ("text", found.data, node_config.data_fingerprint),
         ("optimizer", found.optimizer, node_config.learning.optimizer),
@@ -346,7 +346,7 @@ def no_checkpoint(checkpoints: Checkpoints) -> str:
     return f"{checkpoints.folder}: no sound checkpoint to resume from"
 
 
-def _essence(config: dict[str, Any]) -> dict[str, Any]:
+def essence(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a model's configuration that weights depend on: all but versions, paths and ids of special tokens."""
     left_out = ("transformers_version", "_name_or_path", CODE_FIELD, *TEXT_FIELDS)
     plain: dict[str, Any] = json.loads(json.dumps(config))  # as it looks after a file: lists, not tuples

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from skippipe.checkpoint.adapters import BASE
 from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
-from skippipe.checkpoint.manager import CheckpointManager, no_checkpoint, origin_of
+from skippipe.checkpoint.manager import CheckpointManager, essence, no_checkpoint, origin_of
 from skippipe.checkpoint.storage import ModelStore, Rescue, WriteFailures
 from skippipe.constraints import lanes_through
 from skippipe.data.tokenizer import TextTokenizer
@@ -71,6 +72,38 @@ def _check_iterations(origin: CheckpointOrigin, wanted: int) -> None:
         raise UserError(
             f"{origin.place}: has {done} iterations already, and the job wants {wanted}: set a higher number"
         )
+
+
+COORDINATORS = (
+    *("learning.rate", "learning.warmup", "learning.iterations", "learning.hold", "learning.floor", "learning.clip"),
+    *("recipe.skip", "recipe.grow", "recipe.exposure", "recipe.swaps"),
+)
+"""Settings that the coordinator alone follows: another one may have others."""
+
+
+def _settings_of(node_config: NodeConfig) -> dict[str, Any]:
+    """What all nodes must have alike beside the plan, by the names of a job's fields."""
+    found: dict[str, Any] = {"seed": node_config.seed, "data": node_config.data_fingerprint[:12]}
+    found["data.packing"], found["model"] = node_config.packing, essence(node_config.config)
+    tables: dict[str, Any] = {"learning": node_config.learning, "recipe": node_config.recipe, "lora": node_config.lora}
+    if node_config.held_out is not None:
+        tables["validation"] = node_config.held_out
+    for table, given in tables.items():
+        found.update({f"{table}.{name}": value for name, value in asdict(given).items()})
+    found = {name: value for name, value in found.items() if name not in COORDINATORS}
+    plain: dict[str, Any] = json.loads(json.dumps(found))  # as it looks after a file: lists, not tuples
+    return plain
+
+
+def _check_settings(journal: Path, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """A node that joins would follow the job, and its replicas what they were told before."""
+    for name in theirs:
+        if theirs[name] != ours.get(name):
+            raise UserError(
+                f"{journal}: its nodes may still be there, with another {name}"
+                + (f" ({theirs[name]}, not {ours.get(name)})" if name != "model" else "")
+                + ": go on with the job as it was, or remove the file to go on from a checkpoint"
+            )
 
 
 @dataclass(frozen=True)
@@ -145,6 +178,7 @@ class Run(RunOptions):
                     f"{self.wal.path}: its nodes may still be there, with stages of {there} layers, and the plan has "
                     f'{here}: set pipeline.layers = "{there}", or remove the file to go on from a checkpoint'
                 )
+            _check_settings(self.wal.path, found[0].get("settings", {}), _settings_of(self.node_config))
             done = [record["commit"] + 1 for record in found if "commit" in record]
             if done and done[-1] > self.iterations:  # as many: it ended while the model was written
                 raise UserError(
@@ -157,7 +191,7 @@ class Run(RunOptions):
     def begin_journal(self) -> None:
         """Replace the journal of an earlier coordinator by an empty one, unless this run goes on with it."""
         if not self.recovered_records:
-            self.wal.rewrite([{"run": self.run_id}] if self.run_id else [])
+            self.wal.rewrite([{"run": self.run_id, "settings": _settings_of(self.node_config)}] if self.run_id else [])
 
     @cached_property
     def wal_writer(self) -> WalWriter:

@@ -28,6 +28,7 @@ from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, 
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
+from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.run import Run
 from tests.helpers.disks import full_disk
 from tests.helpers.exact_training import FULL, SKIPPED, brief_of, plan_of, tensors_of
@@ -266,7 +267,8 @@ def test_a_journal_is_replaced_only_by_a_run_that_begins(tmp_path: Path, tokeniz
     going_on.begin_journal()
     assert going_on.recovered_records == closed(going_on) == records, "its nodes may still be there"
     beginning.begin_journal()
-    assert closed(beginning) == [{"run": "ours"}]
+    (first,) = closed(beginning)
+    assert (first["run"], first["settings"]["seed"]) == ("ours", beginning.node_config.seed)
 
 
 def test_a_journal_of_more_iterations_than_the_job_wants_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
@@ -301,6 +303,33 @@ def test_a_journal_of_other_stages_than_the_plans_is_refused(tmp_path: Path, tok
     with pytest.raises(UserError, match=r'the plan has 1,1,1,2: set pipeline\.layers = "2,1,1,1", or remove'):
         _ = run.recovered_records
     run.wal.close()
+
+
+def test_a_journal_of_other_settings_than_the_jobs_is_refused(tmp_path: Path, tokenizer: TextTokenizer) -> None:
+    """Nodes that wait keep theirs, and one that joins would get the new ones."""
+    plan, spec = plan_of(SKIPPED)
+
+    def run_with(**changed: Any) -> Run:
+        given = replace(brief_of(plan, spec), **changed), spec, tokenizer, tmp_path, CoordinatorSettings(LEARNING, 6)
+        return Run(*given, resumed=True, run_id="ours", nodes_join=True)
+
+    first = run_with()
+    first.begin_journal()
+    first.wal.write({"plan": plan.to_json()})
+    first.wal.close()
+    for changed, said in (
+        ({"learning": replace(LEARNING, beta2=0.5)}, rf"another learning\.beta2 \({LEARNING.beta2}, not 0\.5\)"),
+        ({"recipe": SkipSchedule(distill=0.5)}, r"another recipe\.distill \(0\.0, not 0\.5\)"),
+        ({"config": {**spec.config.to_dict(), "rms_norm_eps": 0.1}}, "another model: go on"),
+    ):
+        run = run_with(**changed)
+        with pytest.raises(UserError, match=said):
+            _ = run.recovered_records
+        run.wal.close()
+    other_rate = replace(LEARNING, rate=0.5, iterations=99)
+    same = run_with(config={**spec.config.to_dict(), "transformers_version": "9"}, learning=other_rate)
+    assert same.recovered_records
+    same.wal.close()
 
 
 def test_the_newest_sound_checkpoint_of_this_run(tmp_path: Path, tokenizer: TextTokenizer) -> None:
