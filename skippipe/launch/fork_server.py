@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 from skippipe.errors import TERMINATED
 
 STOP_S = 4.0  # for processes that were killed to be gone
+FORK_RETRY_S = 1.0
 GROUP_S = 2.0  # between SIGTERM at a node and at a fork server, if both are meant; else the node ends
 POLL_S = 0.05  # between two polls of a process whose end cannot be waited for
 STANDBY: dict[str, Any] = {"standby": True}
@@ -224,6 +225,8 @@ class ProcessPool:
             self._parents[name] = server
             self._pending.pop(name, None)
             self.ended.pop(name, None)
+        elif "delayed" in message:
+            log.warning("%s could not be started: %s; it is tried again", message["delayed"], message["error"])
         else:
             self._end(message["name"], message["status"])
 
@@ -332,19 +335,27 @@ def _serve(server: _Server) -> int:
     signal.set_wakeup_fd(wakeup_write)
     server.owner.socket.setblocking(False)
     closed = False
+    delayed: list[Any] = []  # requests for which there was no process or no memory; they are tried again
     while not closed:
-        readable = [handle for handle, _ in _ready([server.owner.socket.fileno(), wakeup_read], STOP_S)]
+        wait_s = FORK_RETRY_S if delayed else STOP_S
+        readable = [handle for handle, _ in _ready([server.owner.socket.fileno(), wakeup_read], wait_s)]
         if wakeup_read in readable:
             os.read(wakeup_read, 4096)
         for pid, status in _reaped():
             if pid in server.nodes:
                 server.owner.send({"name": server.nodes.pop(pid), "status": os.waitstatus_to_exitcode(status)})
         requests, closed = server.owner.receive()
-        for request in requests:
-            if request == STANDBY:
-                _fork_standby(server)
-            else:
-                _fork_node(server, request["name"], request["config"])
+        again, delayed = delayed, []
+        for request in again + requests:
+            try:
+                if request == STANDBY:
+                    _fork_standby(server)
+                else:
+                    _fork_node(server, request["name"], request["config"])
+            except OSError as error:
+                delayed.append(request)
+                if request not in again:
+                    server.owner.send({"delayed": request.get("name", "a fork server"), "error": str(error)})
     _end(set(server.nodes), wakeup_read)
     return 0
 
@@ -357,7 +368,12 @@ def _note_group_signal(server: _Server) -> None:
 def _fork_standby(server: _Server) -> None:
     """Fork another fork server, with a socket of its own to the owner."""
     owner_end, standby_end = socket.socketpair()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        owner_end.close()
+        standby_end.close()
+        raise
     if pid == 0:
         owner_end.close()
         server.close_in_child()
@@ -373,7 +389,13 @@ def _fork_node(server: _Server, name: str, config: dict[str, Any]) -> None:
     """A node runs once the owner knows of it, or there could be two of one name."""
     go_read, go_write = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # in the node until it has a handler of its own
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+        os.close(go_read)
+        os.close(go_write)
+        raise
     if pid == 0:
         os.close(go_write)
         _run_and_exit(lambda: _run_node(server, name, config, go_read))

@@ -100,6 +100,33 @@ def start_and_lose_its_parent(pool: ProcessPool, name: str) -> None:
     look_until(pool, lambda: lost not in pool.servers)
 
 
+def start_where_nothing_can_be_forked(folder: Path) -> None:
+    """Until there is a file: as where processes or memory are short for a while."""
+    fork, refused = os.fork, [0]
+
+    def fork_if_allowed() -> int:
+        if refused[0] and not (folder / "allowed").exists():
+            (folder / "asked").touch()
+            raise BlockingIOError("no more processes")
+        refused[0] += 1
+        return fork()
+
+    os.fork = fork_if_allowed
+    pool = ProcessPool(misbehave, folder / "logs")
+    pool.start("a", {"what": "stay"})
+    look_until(pool, (folder / "asked").exists)
+    assert not pool.pids and not pool.ended
+    (folder / "allowed").touch()
+    look_until(pool, lambda: "a" in pool.pids and len(pool.servers) == 2)
+    pool.close()
+
+
+def test_what_cannot_be_forked_now_is_forked_later(tmp_path: Path) -> None:
+    with owner(start_where_nothing_can_be_forked, tmp_path) as process:
+        process.join(RUN_END_S)
+        assert process.exitcode == 0
+
+
 def lose_fork_servers(folder: Path) -> None:
     """Whoever forks is killed, twice; then a node of each of them; what is left ends with the owner."""
     pool = ProcessPool(misbehave, folder / "logs")
