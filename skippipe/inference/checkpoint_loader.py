@@ -32,7 +32,7 @@ from skippipe.checkpoint.format import MANIFEST, Manifest, check_file, read_mani
 from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError, first_line
 from skippipe.model.lora import A, B, merged
-from skippipe.model.model_files import GENERATION, check_model_folder, weight_map_of
+from skippipe.model.model_files import GENERATION, ONE_FILE, check_model_folder, weight_map_of
 from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
 from skippipe.model.stage import StageModel, layer_ranges
@@ -307,7 +307,7 @@ def select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Ten
                 weights |= found
         return _with_base(place, manifest, weights, names) if manifest.trains_adapters else weights
     weights = {}
-    for name in sorted(set(weight_map_of(place).values())) or ["model.safetensors"]:
+    for name in sorted(set(weight_map_of(place).values())) or [ONE_FILE]:
         if (place / name).is_file():
             weights |= _read_tensors(place / name, names)
     return weights if weights.keys() >= names else _folder_weights(place, outline.spec.config)

@@ -14,7 +14,7 @@ from skippipe.errors import UserError
 from skippipe.json_fields import read_json
 
 CONFIG, TOKENIZER, ADAPTER = "config.json", "tokenizer_config.json", "adapter_config.json"
-INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"
+ONE_FILE, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json", "generation_config.json"
 READ_WHOLE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # how files end that are read into memory at once
 MOST_BYTES = 2**28  # of such a file; the largest tokenizers that are published have an eighth of it
 CODE_FIELD = "auto_map"
@@ -41,13 +41,16 @@ def check_model_folder(folder: Path) -> None:
 
 
 def weight_map_of(folder: Path) -> dict[str, str]:
-    """Name of a weight → the file that holds it, if there is an index. Files lie in the folder, whatever it says."""
+    """Name of a weight → the file that holds it, if there is an index. Files lie in the folder, whatever it says. As in
+    transformers, an index does not count where all weights are in one file that it does not name."""
     file = folder / INDEX
     found = _fields(file).get("weight_map", {})
     if not isinstance(found, dict):
         raise UserError(f"{file}: weight_map: expected an object, with the name of a file for every weight")
     for name in set(map(str, found.values())):
         check_plain_name(name, f"{file}: weight_map")
+    if (folder / ONE_FILE).is_file() and ONE_FILE not in found.values():
+        return {}
     return {str(weight): str(name) for weight, name in found.items()}
 
 

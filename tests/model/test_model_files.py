@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.format import Manifest
 from skippipe.checkpoint.hf_export import ModelFolder
@@ -196,6 +198,18 @@ def test_a_stage_alone_is_read_from_its_folder_only(folder: Path, tmp_path: Path
     change(index, weight_map=dict.fromkeys(json.loads(index.read_text())["weight_map"], "../elsewhere.safetensors"))
     with pytest.raises(UserError, match="is not the name of a file in this folder"):
         load_stage(outline, 0)
+
+
+def test_one_file_counts_and_not_the_index_of_others(folder: Path) -> None:
+    """As after `save_pretrained` into a folder that had a larger model."""
+    whole = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        whole.model.norm.weight.fill_(7.0)
+    weights = {name: each.detach().clone() for name, each in whole.named_parameters()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder).model.norm.weight
+    for stage in (load(folder).stages[0], load_stage(read_outline(folder), 0)):
+        assert torch.equal(dict(stage.named_weights())["model.norm.weight"], theirs)
 
 
 def test_a_manifest_names_files_of_its_folder_only() -> None:
