@@ -266,20 +266,23 @@ class CachedStage:
     def __init__(self, model: StageModel, max_tokens: int) -> None:
         self.model = model
         config, kinds = model.spec.config, [model.spec.mask_kind(layer) for layer in model.numbers]
+        self._angles = [kind if model.spec.rotates_by_kind else "" for kind in kinds]
+        """Of each layer: by which kind of layers its positions turn; empty if it is the same for all."""
         for kind in kinds:
             if kind not in MASKS:
                 raise UserError(f"layers of the kind '{kind}' are not supported; {', '.join(MASKS)} are")
-        rotation = getattr(model.rotary, "rope_type", "default")
-        if rotation not in FIXED_ROTATIONS:
-            raise UserError(
-                f"rope_type '{rotation}' depends on the length of the text, and cached keys were rotated before: "
-                f"generation supports {', '.join(FIXED_ROTATIONS)}"
-            )
+        found = getattr(model.rotary, "rope_type", "default")
+        for rotation in found.values() if isinstance(found, dict) else (found,):
+            if rotation not in FIXED_ROTATIONS:
+                raise UserError(
+                    f"rope_type '{rotation}' depends on the length of the text, and cached keys were rotated before: "
+                    f"generation supports {', '.join(FIXED_ROTATIONS)}"
+                )
         self._windows = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
         self.cache = StageCache(model.numbers.start, self._windows, max_tokens)
         self._repeat_caches: list[StageCache] = []
         """One for each turn in which the stage has taken the place of another."""
-        self._rotations: tuple[Tensor, Tensor] | None = None
+        self._rotations: dict[str, tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
     def forward(
@@ -289,15 +292,16 @@ class CachedStage:
         it goes, if stages are missing."""
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
         positions = None if rows.even else rows.positions_on(hidden.device)
-        rotation = self._rotation(rows, positions, hidden)
+        rotations = {angles: self._rotation(rows, positions, hidden, angles) for angles in dict.fromkeys(self._angles)}
         if positions is None:
             positions = torch.arange(rows.starts[0], rows.starts[0] + rows.width, device=hidden.device)[None]
-        inputs = {"position_ids": positions, "position_embeddings": rotation}
+        inputs: dict[str, Any] = {"position_ids": positions}
         masks = {window: mask(rows, window, hidden) for window in dict.fromkeys(self._windows)}
 
         def through(given: Tensor, turn: int) -> Tensor:
             past = self._cache_of(turn).begin(rows)
-            for layer, window in zip(self.model.layers, self._windows, strict=True):
+            for layer, window, angles in zip(self.model.layers, self._windows, self._angles, strict=True):
+                inputs["position_embeddings"] = rotations[angles]
                 given = layer(given, attention_mask=masks[window], past_key_values=past, **inputs)
             return given
 
@@ -334,20 +338,21 @@ class CachedStage:
             self._repeat_caches.append(StageCache(self.cache.first_layer, self._windows, self.cache.max_tokens))
         return self._caches[turn]
 
-    def rotations(self, end: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    def rotations(self, end: int, like: Tensor, angles: str = "") -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions before `end`, and perhaps more: [1, positions, head size]."""
-        if self._rotations is None or self._rotations[0].shape[1] < end:
-            found = self.model.rotary(like, torch.arange(2 * end, device=like.device)[None])
+        if angles not in self._rotations or self._rotations[angles][0].shape[1] < end:
+            kind = (angles,) if angles else ()
+            found = self.model.rotary(like, torch.arange(2 * end, device=like.device)[None], *kind)
             if not isinstance(found, tuple):
-                kind = self.model.spec.config.model_type
-                raise UserError(f"{kind} models rotate positions by complex numbers: they can be trained, but not used")
-            self._rotations = found
-        return self._rotations
+                name = self.model.spec.config.model_type
+                raise UserError(f"{name} models rotate positions by complex numbers: they can be trained, but not used")
+            self._rotations[angles] = found
+        return self._rotations[angles]
 
-    def _rotation(self, rows: BatchRows, positions: Tensor | None, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _rotation(self, rows: BatchRows, positions: Tensor | None, like: Tensor, angles: str) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the positions, out of a table: they depend on nothing else."""
         end = max(rows.starts) + rows.width
-        cosines, sines = self.rotations(end, like)
+        cosines, sines = self.rotations(end, like, angles)
         if positions is None:
             return cosines[:, rows.starts[0] : end], sines[:, rows.starts[0] : end]
         return cosines[0, positions], sines[0, positions]

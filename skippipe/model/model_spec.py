@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable
-from copy import copy
+from copy import copy, deepcopy
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -35,22 +35,22 @@ ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config a
 EXAMPLES = "llama, qwen3, mistral"
 TESTED = frozenset(
     (
-        *("afmoe", "arcee", "bitnet", "cwm", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "glm"),
-        *("glm4", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
-        *("hyperclovax", "llama", "ministral", "ministral3", "mistral", "mixtral", "olmo2", "olmoe", "phi3", "phimoe"),
-        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "youtu"),
+        *("afmoe", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "diffllama", "ernie4_5"),
+        *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "granite", "granitemoe"),
+        *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "laguna"),
+        *("llama", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3"),
+        *("olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
+        *("starcoder2", "youtu"),
     )
 )
 """Kinds of models whose stages compute what transformers computes (`tests/model/test_architectures.py`)."""
 SCALES = (
-    "embedding_multiplier",
-    "mup_enabled",
-    "logits_scaling",
-    "logit_scale",
-    "lm_head_multiplier",
-    "final_logit_softcapping",
+    *("embedding_multiplier", "mup_enabled", "logits_scaling", "logit_scale", "lm_head_multiplier"),
+    *("final_logit_softcapping",),
 )
-"""Fields of a configuration by which a model changes embeddings or logits between its parts, unless they are 1."""
+"""Fields of a configuration by which a model changes embeddings or logits, unless they are 1; models differ in how."""
+OTHERWISE = frozenset(("doge", "nanochat"))
+"""Kinds whose models do more between embedding, layers and head than stages do, and do not show it."""
 MASKS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
@@ -172,18 +172,27 @@ class ModelSpec:
 
     def _check_between_parts(self) -> None:
         """UserError if there is more to the model than its parts, of which its stages are made."""
-        config, scales = self.config, [name for name in SCALES if getattr(self.config, name, None) not in (None, 0, 1)]
-        if type(self._base.embed_tokens) is not nn.Embedding:
-            scales.append(type(self._base.embed_tokens).__name__)
-        if scales:
+        config, embedding = self.config, self._base.embed_tokens
+        if type(embedding) is not nn.Embedding and not hasattr(embedding, "scalar_embed_scale"):
             raise UserError(
-                f"a {config.model_type} model scales its embeddings or logits ({', '.join(scales)}), which stages do "
-                f"not: they are made of models like {EXAMPLES}"
+                f"a {config.model_type} model has embeddings of its own ({type(embedding).__name__}), which stages do "
+                f"not know: they are made of models like {EXAMPLES}"
             )
-        if "layer_type" in inspect.signature(type(self._base.rotary_emb).forward).parameters:
+        if config.model_type in OTHERWISE:
             raise UserError(
-                f"a {config.model_type} model has layers whose positions count in different ways, which stages do not "
-                f"know: they are made of models like {EXAMPLES}"
+                f"a {config.model_type} model does more between its layers than stages do: they are made of models "
+                f"like {EXAMPLES}"
+            )
+        scales = [name for name in SCALES if getattr(config, name, None) not in (None, 0, 1)]
+        if scales and config.model_type not in TESTED:
+            raise UserError(
+                f"a {config.model_type} model scales its embeddings or logits ({', '.join(scales)}), and is not among "
+                f"those that were tested: stages are made of models like {EXAMPLES}"
+            )
+        if getattr(config, "attn_logit_softcapping", None):
+            raise UserError(
+                f"a {config.model_type} model caps attention scores (attn_logit_softcapping), which torch's own "
+                f"attention does not: stages are made of models like {EXAMPLES}"
             )
         state = self.skeleton.state_dict(keep_vars=True)
         values = {name.rpartition(".")[2] for name, each in state.items() if not isinstance(each, nn.Parameter)}
@@ -192,11 +201,6 @@ class ModelSpec:
             raise UserError(
                 f"a {config.model_type} model has values beside its weights ({named}), which stages do not hold: they "
                 f"are made of models like {EXAMPLES}"
-            )
-        if not hasattr(config, "rms_norm_eps"):
-            raise UserError(
-                f"a {config.model_type} model has norms of another kind than RMS (no 'rms_norm_eps' in its "
-                f"configuration): stages are made of models like {EXAMPLES}"
             )
 
     @property
@@ -242,25 +246,45 @@ class ModelSpec:
         return self._initialised(made, f"layer {index}")
 
     def embedding(self) -> nn.Module:
-        config = self.config
-        like = self._base.embed_tokens
+        config, like = self.config, self._base.embed_tokens
+        sizes = config.vocab_size, config.hidden_size, like.padding_idx
+        scale = getattr(config, "embedding_multiplier", None) or 1.0
+        if getattr(config, "mup_enabled", False):
+            scale = config.hidden_size**0.5
         with _NothingDrawn():
-            made = type(like)(config.vocab_size, config.hidden_size, like.padding_idx)
+            if hasattr(like, "scalar_embed_scale"):
+                made: nn.Module = type(like)(*sizes, embed_scale=like.scalar_embed_scale)
+            else:
+                made = nn.Embedding(*sizes) if scale == 1 else ScaledEmbedding(*sizes)
+        if isinstance(made, ScaledEmbedding):
+            made.scale = scale
         return self._initialised(made, "embedding")
 
     def norm(self) -> nn.Module:
-        made = type(self._base.norm)(self.config.hidden_size, eps=self.config.rms_norm_eps)
+        made: nn.Module = deepcopy(self._base.norm).to_empty(device="cpu")
         return self._initialised(made, "norm")
 
     def head(self) -> nn.Module:
-        like = self.skeleton.get_output_embeddings()
+        config, like = self.config, self.skeleton.get_output_embeddings()
+        scale = getattr(config, "logit_scale", None) or 1.0
+        scaling = getattr(config, "logits_scaling", None) or 1.0  # most models divide by it
+        scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
+        cap = getattr(config, "final_logit_softcapping", None)
+        kind = nn.Linear if scale == 1 and not cap else ScaledHead
         with _NothingDrawn():
-            made = nn.Linear(like.in_features, like.out_features, bias=like.bias is not None)
+            made = kind(like.in_features, like.out_features, bias=like.bias is not None)
+        if isinstance(made, ScaledHead):
+            made.scale, made.cap = scale, cap
         return self._initialised(made, "head")
 
     def rotary(self) -> nn.Module:
         made: nn.Module = type(self._base.rotary_emb)(config=self.config)
         return made
+
+    @property
+    def rotates_by_kind(self) -> bool:
+        """Whether positions turn by other angles in layers of another kind."""
+        return "layer_type" in inspect.signature(type(self._base.rotary_emb).forward).parameters
 
     def mask_kind(self, layer: int) -> str:
         """The kind of attention mask that a layer has."""
@@ -315,6 +339,26 @@ class ModelSpec:
             for each in module.modules():
                 self.skeleton._init_weights(each)
         return module
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embeddings that a model multiplies by a number of its configuration."""
+
+    scale: float
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.scale
+
+
+class ScaledHead(nn.Linear):
+    """A head whose logits a model multiplies, or caps, by numbers of its configuration."""
+
+    scale: float
+    cap: float | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = super().forward(input) * self.scale
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 class _NothingDrawn(TorchFunctionMode):

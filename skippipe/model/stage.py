@@ -55,7 +55,7 @@ class StageModel(nn.Module):
         """Those that its layers are spread over, at inference (see `spread_layers`); empty: it is on one."""
         self.stand_ins: StandIns | None = None if place is None else trained_stand_ins(self, place)
         """For other stages that are missing: those that are trained with it, or loaded beside it."""
-        self._of_shape: dict[Any, tuple[Tensor, Any, dict[str, Tensor | None]]] = {}
+        self._of_shape: dict[Any, tuple[Tensor, dict[str, Any], dict[str, Tensor | None]]] = {}
         self._scores: list[Tensor] = []
         self._watch_routers()
         self.eval()  # no dropout, no noise in routers: what is computed again after a loss has to be the same
@@ -72,10 +72,10 @@ class StageModel(nn.Module):
         own alone, and positions are counted from its first. `only`: the layers that run.
         """
         dtype = hidden.dtype
-        positions, rotation, masks = self._positions_and_masks(hidden, starts)
+        positions, rotations, masks = self._positions_and_masks(hidden, starts)
         contexts = noop_context_fn if self.adapters is None else self.adapters.checkpoint_contexts
         for layer, kind in list(zip(self.layers, self._kinds, strict=True))[only]:
-            inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
+            inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotations[kind]}
             if self.recompute and torch.is_grad_enabled():
                 hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts, **inputs)
             else:
@@ -191,22 +191,28 @@ class StageModel(nn.Module):
 
     def _positions_and_masks(
         self, hidden: Tensor, starts: Tensor | None
-    ) -> tuple[Tensor, Any, dict[str, Tensor | None]]:
+    ) -> tuple[Tensor, dict[str, Any], dict[str, Tensor | None]]:
         """Positions, their rotations and the masks: the same for every microbatch of a shape, without conversations."""
         if starts is not None:
             with torch.no_grad():
                 places = torch.arange(hidden.shape[1], device=hidden.device).expand(hidden.shape[:2])
                 positions = places - torch.where(starts, places, 0).cummax(1).values
                 masks = {kind: self.spec.mask(kind, hidden, positions) for kind in dict.fromkeys(self._kinds)}
-                return positions, self.rotary(hidden, positions), masks
+                return positions, self._rotations(hidden, positions), masks
         key = hidden.shape[1], hidden.dtype, hidden.device
         if key not in self._of_shape:
             with torch.no_grad():
                 positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
                 one = hidden[:1]  # masks are the same for every sample, however many there are
                 masks = {kind: self.spec.mask(kind, one, positions) for kind in dict.fromkeys(self._kinds)}
-                self._of_shape[key] = positions, self.rotary(hidden, positions), masks
+                self._of_shape[key] = positions, self._rotations(hidden, positions), masks
         return self._of_shape[key]
+
+    def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
+        """Of each kind of layers."""
+        if self.spec.rotates_by_kind:
+            return {kind: self.rotary(hidden, positions, kind) for kind in dict.fromkeys(self._kinds)}
+        return dict.fromkeys(self._kinds, self.rotary(hidden, positions))
 
     def _watch_routers(self) -> None:
         found = self.spec.router

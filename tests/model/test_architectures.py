@@ -36,6 +36,12 @@ COMMON = {
     **{"moe_intermediate_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "router_aux_loss_coef": 0.0,  # transformers adds none unless it is asked to
 }
+BETWEEN = {
+    **{"embedding_multiplier": 3.0, "logits_scaling": 2.5, "logit_scale": 0.4, "mup_enabled": True},
+    **{"final_logit_softcapping": 1.5, "sliding_window": 6, "use_sliding_window": True},
+    "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+}
+"""What a model does between its layers, where it can."""
 LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
 WITH_LATENT_KEYS = ("deepseek_v3", "youtu")
 
@@ -43,7 +49,7 @@ WITH_LATENT_KEYS = ("deepseek_v3", "youtu")
 def config_of(kind: str) -> Any:
     """Dense kinds get no fields of mixtures: what they do not know they would keep."""
     known = {*SIZES, *AutoConfig.for_model(kind).to_dict()}
-    sizes = {name: value for name, value in COMMON.items() if name in known}
+    sizes = {name: value for name, value in {**COMMON, **BETWEEN}.items() if name in known}
     if kind in WITH_LATENT_KEYS:
         del sizes["head_dim"]
         sizes |= {**LATENT, "num_key_value_heads": 4}
@@ -125,16 +131,27 @@ def test_values_beside_the_weights_are_refused() -> None:
         ModelSpec(config_of("deepseek_v3"))
 
 
+@pytest.mark.parametrize("kind", ["doge", "nanochat"])
+def test_models_that_do_more_between_their_parts_are_refused(kind: str) -> None:
+    with pytest.raises(UserError, match=f"a {kind} model does more between its layers than stages do"):
+        ModelSpec(config_of(kind))
+
+
+def test_scales_that_were_not_tested_are_refused() -> None:
+    """Most models divide their logits by `logits_scaling`, and one multiplies them."""
+    config = config_of("dots1")
+    config.logits_scaling = 8.0
+    with pytest.raises(UserError, match=r"a dots1 model scales its embeddings or logits \(logits_scaling\)"):
+        ModelSpec(config)
+    with pytest.raises(UserError, match="a gemma3_text model caps attention scores"):
+        ModelSpec(AutoConfig.for_model("gemma3_text", **SIZES, attn_logit_softcapping=50.0))
+
+
 def test_other_kinds_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     assert {each.partition("-")[0] for each in FAMILIES} < TESTED
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            warn_untested("doge")
+            warn_untested("dots1")
     assert [each.getMessage().partition(":")[0] for each in caplog.records] == [
-        "doge models are not among those that were tested"
+        "dots1 models are not among those that were tested"
     ]
-
-
-def test_positions_that_depend_on_the_layer_are_refused() -> None:
-    with pytest.raises(UserError, match=r"an? olmo3 model has layers whose positions count in different ways"):
-        ModelSpec(config_of("olmo3"))

@@ -7,12 +7,10 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from transformers import AutoConfig
 
 from skippipe.errors import UserError
 from skippipe.model.flat_params import FlatParams
@@ -22,7 +20,6 @@ from skippipe.optim.config import OptimConfig
 from tests.helpers.models import (
     FAMILIES,
     LABELS,
-    SIZES,
     TOKENS,
     stages_of,
     tasks_of,
@@ -239,18 +236,3 @@ def test_other_models_are_refused_in_one_line() -> None:
 
     with pytest.raises(UserError, match="embed_tokens"):
         ModelSpec(GPT2Config(n_layer=2, n_embd=32, n_head=2))
-
-
-def test_models_that_are_more_than_their_parts_are_refused() -> None:
-    """Stages of them would compute something else than the model."""
-
-    def spec(kind: str, **others: Any) -> ModelSpec:
-        return ModelSpec(AutoConfig.for_model(kind, **SIZES, **others))
-
-    spec("granite")
-    with pytest.raises(UserError, match=r"a gemma model scales its embeddings or logits \(Gemma.*Embedding\)"):
-        spec("gemma")
-    with pytest.raises(UserError, match=r"scales its embeddings or logits \(embedding_multiplier, logits_scaling\)"):
-        spec("granite", embedding_multiplier=12.0, logits_scaling=8.0)
-    with pytest.raises(UserError, match="a cohere model has norms of another kind than RMS"):
-        spec("cohere", logit_scale=1.0)

@@ -127,7 +127,8 @@ def kept_bytes(step: StageStep, hidden: Tensor, hop: StageHop | None = None) -> 
     """Bytes that a microbatch on this hop keeps after its forward pass, all but those of weights."""
     step.evaluate(hidden)  # rotations and masks, which all microbatches share
     shared = {each.untyped_storage().data_ptr() for each in step.model.parameters()}
-    shared |= {each.untyped_storage().data_ptr() for _, pair, _ in step.model._of_shape.values() for each in pair}
+    turns = (pair for _, rotations, _ in step.model._of_shape.values() for pair in rotations.values())
+    shared |= {each.untyped_storage().data_ptr() for pair in turns for each in pair}
     found: dict[int, int] = {}
 
     def note(each: Tensor) -> Tensor:
