@@ -296,7 +296,8 @@ class CachedStage:
         if positions is None:
             positions = torch.arange(rows.starts[0], rows.starts[0] + rows.width, device=hidden.device)[None]
         inputs: dict[str, Any] = {"position_ids": positions}
-        masks = {window: mask(rows, window, hidden) for window in dict.fromkeys(self._windows)}
+        always = self.model.spec.holds_scores
+        masks = {window: mask(rows, window, hidden, always=always) for window in dict.fromkeys(self._windows)}
 
         def through(given: Tensor, turn: int) -> Tensor:
             past = self._cache_of(turn).begin(rows)
@@ -420,13 +421,13 @@ def logits(model: StageModel, hidden: Tensor) -> Tensor:
     return values.float()
 
 
-def mask(rows: BatchRows, window: int | None, like: Tensor) -> Tensor | None:
+def mask(rows: BatchRows, window: int | None, like: Tensor, *, always: bool = False) -> Tensor | None:
     """The attention mask, to be added to scores of [rows, 1, tokens, seen tokens].
 
     None where the attention kernel's own causal mask will do: at the beginning of texts, padding being at the end. And
-    where a single token of each row attends to all there is.
+    where a single token of each row attends to all there is. `always`: there is no such kernel.
     """
-    if rows.fresh and (window is None or rows.width <= window):
+    if not always and rows.fresh and (window is None or rows.width <= window):
         return None
     if rows.uniform and rows.width == 1:
         return None

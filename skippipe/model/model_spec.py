@@ -35,12 +35,13 @@ ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config a
 EXAMPLES = "llama, qwen3, mistral"
 TESTED = frozenset(
     (
-        *("afmoe", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "diffllama", "ernie4_5"),
-        *("ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma3_text", "glm", "glm4", "granite", "granitemoe"),
-        *("granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "laguna"),
-        *("llama", "mellum", "ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3"),
-        *("olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm"),
-        *("starcoder2", "youtu"),
+        *("afmoe", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "diffllama"),
+        *("ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm"),
+        *("glm4", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium"),
+        *("hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "laguna", "llama", "mellum", "ministral"),
+        *("ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phimoe"),
+        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
+        "youtu",
     )
 )
 """Kinds of models whose stages compute what transformers computes (`tests/model/test_architectures.py`)."""
@@ -111,6 +112,12 @@ def _with_layers(config: Any, layers: int, name: str) -> Any:
     return config_from({**fields, "num_hidden_layers": layers})
 
 
+def _has_kernels(config: Any) -> bool:
+    """Whether torch's attention kernels compute what the model does: not if it caps scores, or has sinks."""
+    kind = _Language._model_mapping.get(type(config), None)
+    return getattr(kind, "_supports_sdpa", True) and not getattr(config, "attn_logit_softcapping", None)
+
+
 def config_from(fields: dict[str, Any]) -> Any:
     """The configuration that these fields were written from."""
     left_out = ("model_type", "transformers_version", CODE_FIELD)
@@ -153,7 +160,7 @@ class ModelSpec:
         self.bridges, self.adapters, self.repeats = bridges, adapters, repeats
         self.lora = LoraConfig()
         if getattr(config, "_attn_implementation", None) not in ATTENTION:
-            config._attn_implementation = "sdpa"
+            config._attn_implementation = "sdpa" if _has_kernels(config) else "eager"
         try:
             with torch.device("meta"):
                 self.skeleton: Any = _Language.from_config(config, trust_remote_code=False)
@@ -188,11 +195,6 @@ class ModelSpec:
             raise UserError(
                 f"a {config.model_type} model scales its embeddings or logits ({', '.join(scales)}), and is not among "
                 f"those that were tested: stages are made of models like {EXAMPLES}"
-            )
-        if getattr(config, "attn_logit_softcapping", None):
-            raise UserError(
-                f"a {config.model_type} model caps attention scores (attn_logit_softcapping), which torch's own "
-                f"attention does not: stages are made of models like {EXAMPLES}"
             )
         state = self.skeleton.state_dict(keep_vars=True)
         values = {name.rpartition(".")[2] for name, each in state.items() if not isinstance(each, nn.Parameter)}
@@ -280,6 +282,11 @@ class ModelSpec:
     def rotary(self) -> nn.Module:
         made: nn.Module = type(self._base.rotary_emb)(config=self.config)
         return made
+
+    @property
+    def holds_scores(self) -> bool:
+        """Whether its attention is computed step by step, from a mask and with all scores in memory at once."""
+        return bool(self.config._attn_implementation == "eager")
 
     @property
     def rotates_by_kind(self) -> bool:

@@ -274,7 +274,7 @@ def build_run(
     vocabulary = None if job.model.weights else tokens.vocabulary
     config = config_named(job.model.config, vocabulary, job.model.layers)
     spec = ModelSpec(config, job.seed, job.lora, job.recipe.bridges, job.recipe.adapters, job.recipe.repeats)
-    compare_parameters(spec)
+    warn_uncounted(spec)
     if job.model.weights:
         check_vocabulary(job, spec.config.vocab_size, tokens.vocabulary)
     if given and spec.heals:
@@ -297,7 +297,7 @@ def build_run(
     return run_setup
 
 
-def compare_parameters(spec: ModelSpec) -> None:
+def warn_uncounted(spec: ModelSpec) -> None:
     """Warn of a model with much that plans do not count."""
     there, counted = spec.parameters, spec.shape.parameters
     if there > UNCOUNTED * counted:
@@ -306,4 +306,10 @@ def compare_parameters(spec: ModelSpec) -> None:
             "(no shared experts, say): nodes need more memory than planned",
             counted / 1e6,
             there / 1e6,
+        )
+    if spec.holds_scores:
+        log.warning(
+            "the attention of %s models holds the scores of all pairs of tokens, which plans do not count: nodes need "
+            "more memory than planned, and much more with long samples",
+            spec.config.model_type,
         )

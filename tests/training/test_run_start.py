@@ -14,7 +14,7 @@ from skippipe.model.model_spec import ModelSpec, check_device
 from skippipe.planner.problem import PlanRequest
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.backends import BACKENDS
-from skippipe.training.build_run import build_run, compare_parameters
+from skippipe.training.build_run import build_run, warn_uncounted
 from skippipe.training.job_config import (
     BatchConfig,
     ComputeConfig,
@@ -108,6 +108,9 @@ def test_a_run_that_is_over_is_refused_before_text_is_read(tmp_path: Path, monke
 def test_parameters_that_plans_do_not_count_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     for shared in (1, 48):
         mixture = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": shared}
-        compare_parameters(ModelSpec(AutoConfig.for_model("qwen2_moe", **SIZES, **mixture)))
-    (record,) = caplog.records
-    assert record.getMessage().startswith("plans count 0.0686 of the model's 0.0922 million parameters")
+        warn_uncounted(ModelSpec(AutoConfig.for_model("qwen2_moe", **SIZES, **mixture)))
+    warn_uncounted(ModelSpec(AutoConfig.for_model("gemma2", **SIZES)))
+    assert [record.getMessage()[:48] for record in caplog.records] == [
+        "plans count 0.0686 of the model's 0.0922 million",
+        "the attention of gemma2 models holds the scores ",
+    ]
