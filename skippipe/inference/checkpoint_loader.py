@@ -33,7 +33,7 @@ from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError, first_line
 from skippipe.model.lora import A, B, merged
 from skippipe.model.model_files import GENERATION, ONE_FILE, check_model_folder, weight_map_of
-from skippipe.model.model_spec import LAYER, ModelSpec, config_from, config_named, parse_devices
+from skippipe.model.model_spec import LAYER, ROUTER_BIAS, ModelSpec, config_from, config_named, parse_devices
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stand_ins import is_stand_in
@@ -290,7 +290,8 @@ def _folder_weights(place: Path, config: Any) -> dict[str, Tensor]:
         raise UserError(f"{place}: transformers cannot load it: {first_line(error)}") from None
     if info["missing_keys"]:
         raise UserError(f"{place}: has no tensor '{min(info['missing_keys'])}'")
-    return dict(model.named_parameters())
+    biases = {name: each for name, each in model.named_buffers() if name.endswith(f".{ROUTER_BIAS}")}
+    return {**dict(model.named_parameters()), **biases}
 
 
 def select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Tensor]:

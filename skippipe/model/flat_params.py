@@ -16,7 +16,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor, nn
 
-from skippipe.model.model_spec import ModelSpec
+from skippipe.model.model_spec import ROUTER_BIAS, ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stand_ins import StagePlace
 from skippipe.optim import OPTIMIZERS
@@ -63,6 +63,10 @@ class FlatParams:
         self.gradient = torch.zeros_like(self.values)
         for slot in self.slots:
             weights[slot.name].grad = self.gradient[slot.start : slot.start + slot.size].view(slot.shape)
+        self._unmoved = [
+            slice(slot.start, slot.start + slot.size) for slot in self.slots if slot.name.endswith(f".{ROUTER_BIAS}")
+        ]
+        """What has no gradient, but may have got a little of others' when gradients were rounded together."""
         self.frozen_slots = layout(unchanged.items())
         self.frozen = tuple(
             _flattened(unchanged, [slot._replace(start=slot.start - part[0].start) for slot in part])
@@ -114,6 +118,8 @@ class FlatParams:
         Afterwards this node's gradient is zero, and what was summed has been overwritten.
         """
         whole = self.gradient if summed is None else summed
+        for place in self._unmoved:
+            whole[place] = 0.0
         self.optimizer.step_along(whole, rate, scale)
         self._changes += 1
         self.steps += 1

@@ -35,13 +35,14 @@ ATTENTION = ("sdpa", "eager")  # torch's own; other names in a folder's config a
 EXAMPLES = "llama, qwen3, mistral"
 TESTED = frozenset(
     (
-        *("afmoe", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "diffllama"),
-        *("ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "glm"),
-        *("glm4", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared", "helium"),
-        *("hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "jais2", "laguna", "llama", "mellum", "ministral"),
-        *("ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3", "phimoe"),
-        *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
-        "youtu",
+        *("afmoe", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v3"),
+        *("diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "flint", "gemma"),
+        *("gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa"),
+        *("granitemoe", "granitemoe_swa", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        *("hy_v3", "hyperclovax", "jais2", "kolibri1", "laguna", "llama", "mellum", "mimo_v2_flash", "minimax_m2"),
+        *("ministral", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi3"),
+        *("phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "stablelm"),
+        *("starcoder2", "vaultgemma", "youtu"),
     )
 )
 """Kinds of models whose stages compute what transformers computes (`tests/model/test_architectures.py`)."""
@@ -52,6 +53,9 @@ SCALES = (
 """Fields of a configuration by which a model changes embeddings or logits, unless they are 1; models differ in how."""
 OTHERWISE = frozenset(("doge", "nanochat"))
 """Kinds whose models do more between embedding, layers and head than stages do, and do not show it."""
+ROUTER_BIAS = "e_score_correction_bias"
+"""A value beside the weights by which routers choose experts. No gradient comes to it, so it can be held, stored and
+handed on as a weight, and stays as it is."""
 MASKS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
@@ -198,7 +202,7 @@ class ModelSpec:
             )
         state = self.skeleton.state_dict(keep_vars=True)
         values = {name.rpartition(".")[2] for name, each in state.items() if not isinstance(each, nn.Parameter)}
-        if values:
+        if values := values - {ROUTER_BIAS}:
             named = ", ".join(sorted(values))
             raise UserError(
                 f"a {config.model_type} model has values beside its weights ({named}), which stages do not hold: they "
@@ -245,7 +249,12 @@ class ModelSpec:
     def layer(self, index: int) -> nn.Module:
         with _NothingDrawn():
             made: nn.Module = type(self._base.layers[index])(self.config, index)
-        return self._initialised(made, f"layer {index}")
+        self._initialised(made, f"layer {index}")
+        for module in made.modules():
+            bias = module._buffers.pop(ROUTER_BIAS, None)
+            if bias is not None:
+                module.register_parameter(ROUTER_BIAS, nn.Parameter(bias))
+        return made
 
     def embedding(self) -> nn.Module:
         config, like = self.config, self._base.embed_tokens

@@ -353,7 +353,8 @@ def begin_healing(
     in_stages = settings.cut or (str(usual_stages(spec.layers)) if len(outline.layers) == 1 else None)
     layers = outline.layers if in_stages is None else layers_of(in_stages, spec)
     if len(layers) < 2:
-        raise UserError(f"{place}: of one stage none can be missing; cut the model into 2 or more, as by --cut 2")
+        more = "cut the model into 2 or more, as by --cut 2" if spec.layers > 1 else "the model has one layer"
+        raise UserError(f"{place}: of one stage none can be missing; {more}")
     width, stored = spec.config.hidden_size, outline.stand_ins or StandInsInfo(layers)
     usable = stored if stored.layers == layers else StandInsInfo(layers)
     wanted = _wanted(settings, usable, width)

@@ -53,11 +53,12 @@ def whole_model(config: Any, stages: Iterable[StageModel]) -> Any:
     """What transformers makes of the configuration, with the stages' weights; every weight must be there."""
     model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     weights = {name: each.detach().clone() for stage in stages for name, each in stage.named_weights()}
-    expected = set(dict(model.named_parameters()))
-    assert set(weights) == expected
+    expected = model.state_dict(keep_vars=True)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    assert set(weights) == set(expected) - tied
     with torch.no_grad():
-        for name, each in model.named_parameters():
-            each.copy_(weights[name])
+        for name, each in weights.items():
+            expected[name].copy_(each)
     return model
 
 

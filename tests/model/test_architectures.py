@@ -17,8 +17,9 @@ from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import BatchRows, StageChain, embed, logits
 from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
-from skippipe.model.flat_params import layout_of_stage
-from skippipe.model.model_spec import TESTED, ModelSpec, warn_untested
+from skippipe.model.flat_params import FlatParams, layout_of_stage
+from skippipe.model.model_spec import ROUTER_BIAS, TESTED, ModelSpec, warn_untested
+from skippipe.optim.config import OptimConfig
 from tests.helpers.model_folders import TOKENIZER
 from tests.helpers.models import FAMILIES, LABELS, LAYERS, SIZES, TOKENS, stages_of, tasks_of, train_once, whole_model
 from tests.helpers.quick import others_slow
@@ -44,7 +45,7 @@ BETWEEN = {
 }
 """What a model does between its layers, where it can."""
 LATENT = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
-WITH_LATENT_KEYS = ("deepseek_v3", "youtu")
+WITH_LATENT_KEYS = ("deepseek_v3", "glm4_moe_lite", "youtu")
 
 
 def config_of(kind: str) -> Any:
@@ -128,8 +129,37 @@ def test_folders_of_transformers_are_read_and_ours_by_transformers(kind: str, tm
 
 def test_values_beside_the_weights_are_refused() -> None:
     """Which no stage would read from a folder."""
-    with pytest.raises(UserError, match=r"a deepseek_v3 model has values beside its weights \(e_score_correction_bias"):
-        ModelSpec(config_of("deepseek_v3"))
+    with pytest.raises(UserError, match=r"a gemma4_text model has values beside its weights \(layer_scalar"):
+        ModelSpec(AutoConfig.for_model("gemma4_text", **SIZES))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "minimax_m2"])
+def test_what_routers_add_is_used_and_kept(kind: str, tmp_path: Path) -> None:
+    """It comes with a folder, goes into one, and no step changes it, also with gradients that were rounded together."""
+    config = config_of(kind)
+    config.vocab_size = TOKENIZER.size
+    whole = whole_model(config, stages_of(ModelSpec(config, seed=3))).eval()
+    biases = {name: each for name, each in whole.named_buffers() if name.endswith(ROUTER_BIAS)}
+    for number, each in enumerate(biases.values()):
+        each.copy_(torch.linspace(-3, 3, len(each)).roll(number))
+    whole.save_pretrained(tmp_path)
+    TOKENIZER.save(tmp_path)
+    found = load(tmp_path, "2,1,2")
+    with torch.no_grad():
+        hidden = found.stages[0].embed(TOKENS)
+        for stage in found.stages:
+            hidden = stage(hidden)
+        expected = whole(input_ids=TOKENS, use_cache=False).logits
+        torch.testing.assert_close(logits(found.stages[0], hidden), expected, rtol=1e-5, atol=1e-5)
+    spec = ModelSpec(config)
+    for number, stage in enumerate(found.stages):
+        weights = FlatParams(stage.trained_weights(), OptimConfig())
+        weights.gradient.fill_(0.5)
+        weights.step(0.1, 1.0)
+        assert [slot.name for slot in weights.slots] == [slot.name for slot in layout_of_stage(spec, LAYERS, number)]
+        for name, each in stage.named_weights():
+            assert name not in biases or torch.equal(each, biases.pop(name))
+    assert not biases
 
 
 @pytest.mark.parametrize("kind", ["doge", "nanochat"])
@@ -140,9 +170,9 @@ def test_models_that_do_more_between_their_parts_are_refused(kind: str) -> None:
 
 def test_scales_that_were_not_tested_are_refused() -> None:
     """Most models divide their logits by `logits_scaling`, and one multiplies them."""
-    config = config_of("dots1")
+    config = config_of("deepseek_v2")
     config.logits_scaling = 8.0
-    with pytest.raises(UserError, match=r"a dots1 model scales its embeddings or logits \(logits_scaling\)"):
+    with pytest.raises(UserError, match=r"a deepseek_v2 model scales its embeddings or logits \(logits_scaling\)"):
         ModelSpec(config)
 
 
@@ -150,7 +180,7 @@ def test_other_kinds_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> Non
     assert {each.partition("-")[0] for each in FAMILIES} < TESTED
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            warn_untested("dots1")
+            warn_untested("deepseek_v2")
     assert [each.getMessage().partition(":")[0] for each in caplog.records] == [
-        "dots1 models are not among those that were tested"
+        "deepseek_v2 models are not among those that were tested"
     ]
