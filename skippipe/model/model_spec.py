@@ -173,8 +173,9 @@ class ModelSpec:
         self._base: Any = getattr(self.skeleton, self.skeleton.base_model_prefix, None)
         for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
             if not hasattr(self._base, part):
+                more = " and reads more than text" if hasattr(config, "text_config") else ""
                 raise UserError(
-                    f"a {config.model_type} model has no '{part}': stages can be made of models that have "
+                    f"a {config.model_type} model has no '{part}'{more}: stages can be made of models that have "
                     f"embed_tokens, layers, norm and rotary_emb, as {EXAMPLES} do"
                 )
         self._check_between_parts()
@@ -202,6 +203,7 @@ class ModelSpec:
             )
         state = self.skeleton.state_dict(keep_vars=True)
         values = {name.rpartition(".")[2] for name, each in state.items() if not isinstance(each, nn.Parameter)}
+        _ = self.router  # UserError if it has several
         if values := values - {ROUTER_BIAS}:
             named = ", ".join(sorted(values))
             raise UserError(
@@ -272,7 +274,9 @@ class ModelSpec:
         return self._initialised(made, "embedding")
 
     def norm(self) -> nn.Module:
-        made: nn.Module = deepcopy(self._base.norm).to_empty(device="cpu")
+        made: nn.Module = deepcopy(self._base.norm)  # models differ in what norms are made from
+        for name, each in made.named_parameters(recurse=False):
+            made.register_parameter(name, nn.Parameter(torch.empty(each.shape)))
         return self._initialised(made, "norm")
 
     def head(self) -> nn.Module:
@@ -329,6 +333,11 @@ class ModelSpec:
         recorded = recorded or (getattr(self._base, "_can_record_outputs", None) or {}).get("router_logits")
         if recorded is None:
             return None
+        if isinstance(recorded, list):
+            raise UserError(
+                f"a {self.config.model_type} model has routers of several kinds: stages are made of models like "
+                f"{EXAMPLES}"
+            )
         return recorded.target_class, recorded.index
 
     @property

@@ -168,6 +168,11 @@ def test_models_that_do_more_between_their_parts_are_refused(kind: str) -> None:
         ModelSpec(config_of(kind))
 
 
+def test_routers_of_several_kinds_are_refused() -> None:
+    with pytest.raises(UserError, match="a jetmoe model has routers of several kinds"):
+        ModelSpec(AutoConfig.for_model("jetmoe"))
+
+
 def test_scales_that_were_not_tested_are_refused() -> None:
     """Most models divide their logits by `logits_scaling`, and one multiplies them."""
     config = config_of("deepseek_v2")
