@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
@@ -41,12 +41,21 @@ def tiny(family: str, **others: Any) -> Any:
         return Qwen3Config(**sizes)
     if family == "mistral":
         return MistralConfig(**sizes, sliding_window=6)
+    if family == "gemma3":
+        kinds = [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")]
+        return AutoConfig.for_model("gemma3_text", **sizes, sliding_window=6, layer_types=kinds)
+    if family == "deepseek_v3":
+        experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1}
+        latent = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16, "kv_lora_rank": 16}
+        sizes |= {"num_key_value_heads": 4, "topk_group": 1, "first_k_dense_replace": 1, **experts, **latent}
+        del sizes["head_dim"]
+        return AutoConfig.for_model("deepseek_v3", **sizes)
     assert family == "qwen3_moe"
     mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "router_aux_loss_coef": 0.01}
     return Qwen3MoeConfig(**{**mixture, **sizes})
 
 
-FAMILIES = ("llama", "llama-tied", "qwen3", "mistral", "qwen3_moe")
+FAMILIES = ("llama", "llama-tied", "qwen3", "mistral", "qwen3_moe", "gemma3", "deepseek_v3")
 
 
 def whole_model(config: Any, stages: Iterable[StageModel]) -> Any:

@@ -14,5 +14,5 @@ def others_slow(quick: Iterable[Any], others: Iterable[Any]) -> list[Any]:
     return [*quick, *(pytest.param(*each, marks=pytest.mark.slow) for each in rest)]
 
 
-MOST_FAMILIES_SLOW = others_slow(["llama-tied", "qwen3_moe"], ["llama", "qwen3", "mistral"])
+MOST_FAMILIES_SLOW = others_slow(["llama-tied", "qwen3_moe"], ["llama", "qwen3", "mistral", "gemma3", "deepseek_v3"])
 """All model families: with the two, tied embeddings, a head's own norms and experts are among the quick ones."""

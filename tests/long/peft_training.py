@@ -69,8 +69,15 @@ def losses_of_peft(model: Any, run_setup: RunSetup) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("lora", [ALL, SOME, FULL], ids=["all", "some", "full"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        pytest.param(family, lora, id=f"{name}-{family}")
+        for name, lora in {"all": ALL, "some": SOME, "full": FULL}.items()
+        for family in FAMILIES
+        if family != "deepseek_v3" or not lora.rank  # its maps have names of their own, and its layers different ones
+    ],
+)
 def test_ten_steps_are_those_of_peft(family: str, lora: LoraConfig, tmp_path: Path) -> None:
     job = job_of(tmp_path, family, lora)
     run_setup, run = build_run(job), Path(job.output)

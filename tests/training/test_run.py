@@ -489,7 +489,7 @@ def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Pa
             folder.store(number, index, None if piece is None else encode(piece, "fp32"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded).__name__ == type(spec.skeleton).__name__
-    found = dict(loaded.named_parameters())
-    assert found.keys() == oracle.weights().keys()
+    found = loaded.state_dict()
+    assert found.keys() - {"lm_head.weight"} == oracle.weights().keys() - {"lm_head.weight"}
     for name, each in oracle.weights().items():
-        assert torch.equal(found[name].detach(), each), name
+        assert torch.equal(found[name], each), name
