@@ -18,7 +18,7 @@ from torch.nn import functional
 from skippipe.collectives.schedule import Piece
 from skippipe.data.batch_sampler import ANSWER, BEGINS, BatchSampler, ConversationSampler
 from skippipe.model.flat_params import FlatParams
-from skippipe.model.model_spec import ModelSpec
+from skippipe.model.model_spec import ROUTER_BIAS, ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep
 from skippipe.plan import Lane, Plan
@@ -88,7 +88,9 @@ def test_averaging_by_way_of_relays_of_other_stages(rated: bool) -> None:
     assert all(sent[link] for link in ((3, 5), (4, 0), (2, 5))), "to relays; without them no total would be there"
 
 
-@pytest.mark.parametrize("family", others_slow(["llama-tied", "qwen3_moe"], ["qwen3", "mistral"]))
+@pytest.mark.parametrize(
+    "family", others_slow(["llama-tied", "qwen3_moe"], ["qwen3", "mistral", "gemma3", "deepseek_v3"])
+)
 def test_every_family(family: str) -> None:
     recompute = family == "mistral"
     assert_exact(*plan_of(SKIPPED, family=family, split=family != "qwen3", activation_checkpointing=recompute))
@@ -164,6 +166,16 @@ def test_gradients_rounded_on_the_wire_stay_close_and_replicas_alike(
     assert_replicas_alike(plan, computers)
     off = distance(weights_of(plan, computers), oracle.weights())
     assert 0 < off < share * LEARNING.rate  # where a gradient is next to nothing, Adam makes a step of a wrong sign
+
+
+@pytest.mark.slow
+def test_what_routers_add_does_not_move_by_rounding() -> None:
+    """It lies beside norms in what is rounded, and after the rotation of int4 gets something of their gradients."""
+    plan, spec = plan_of(SKIPPED, family="deepseek_v3", gradient_dtype="int4")
+    _, computers, _, _ = trained(plan, spec)
+    assert_replicas_alike(plan, computers)
+    biases = {name: each for name, each in weights_of(plan, computers).items() if name.endswith(ROUTER_BIAS)}
+    assert biases and not any(each.any() for each in biases.values())
 
 
 @pytest.mark.parametrize(("family", "pieces"), others_slow([("qwen3_moe", WAYS[1])], [("llama", WAYS[0])]))
