@@ -123,6 +123,19 @@ def test_a_coordinator_that_ends_in_a_handshake_is_waited_for() -> None:
         assert stopped_by(box, node) == "that was all"
 
 
+def test_a_coordinator_that_comes_back_and_refuses_the_node_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node was revoked while the coordinator was away."""
+    monkeypatch.setattr(agent_module, "RETRY_S", 0.1)
+    with closing(coordinator("127.0.0.1:0")) as box:
+        node, where = Joining(box.address), box.address
+        deadline = time.monotonic() + WITHIN_S
+        while not box.receive(0.01):
+            assert time.monotonic() < deadline
+    with closing(Mailbox(THE_COORDINATOR, COORDINATOR, listen=where)) as box:
+        said = node.ended(lambda: box.receive(0.01))
+    assert f"the coordinator at {where} refuses this node" in said
+
+
 @pytest.mark.parametrize("others", ["", ",127.0.0.1:1"])
 def test_a_wrong_key_is_named(others: str) -> None:
     with closing(coordinator("127.0.0.1:0")) as box:

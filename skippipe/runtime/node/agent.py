@@ -90,7 +90,7 @@ class NodeAgent:
         self._links = PeerLinks(self._mailbox, join_config.name)
         self._secret = b""
         """Secret of the streams to the coordinator; another one with every hello."""
-        self._handshakes_failed = 0
+        self._handshakes_failed = self._refusals = 0
         """Handshakes with the coordinator that failed in a row."""
         self._calls_out = False
         """The coordinator has not reached this node at its address before."""
@@ -442,8 +442,12 @@ class NodeAgent:
                 self._handshakes_failed += 1
                 if lost.reason is not LossReason.HANDSHAKE or self._handshakes_failed >= WRONG_KEY:
                     raise Stopped(self._explain_loss(lost.reason))
+            elif lost.reason is LossReason.REFUSED:  # by who holds the coordinator's key
+                self._refusals += 1
+                if self._refusals >= WRONG_KEY:
+                    raise Stopped(self._explain_loss(lost.reason))
         if THE_COORDINATOR in self._mailbox.connected:
-            self._handshakes_failed = 0
+            self._handshakes_failed = self._refusals = 0
         silent_since = self._coordinator_silent_since()
         if silent_since is not None and time.monotonic() > silent_since + self._heartbeat_s:
             self._cut_off_since = self._cut_off_since or time.monotonic()
