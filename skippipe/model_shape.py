@@ -118,7 +118,10 @@ class ModelShape:
     def from_huggingface(cls, path: Path) -> ModelShape:
         """Read `config.json`, or the folder that holds it; fields of no interest here are passed over."""
         file = path / "config.json" if path.is_dir() else path
-        return cls.from_config(read_json(file), str(file))
+        found = read_json(file)
+        if isinstance(found, dict) and isinstance(found.get("text_config"), dict):
+            found = {"tie_word_embeddings": found.get("tie_word_embeddings"), **found["text_config"]}
+        return cls.from_config(found, str(file))
 
     @classmethod
     def from_config(cls, config: Any, place: str) -> ModelShape:

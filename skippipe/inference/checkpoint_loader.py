@@ -31,8 +31,9 @@ from skippipe.checkpoint.bridges_file import (
 from skippipe.checkpoint.format import MANIFEST, Manifest, check_file, read_manifest, verified
 from skippipe.checkpoint.locate import locate_checkpoint
 from skippipe.errors import UserError, first_line
+from skippipe.model.flat_params import layout_of_stage
 from skippipe.model.lora import A, B, merged
-from skippipe.model.model_files import GENERATION, ONE_FILE, check_model_folder, weight_map_of
+from skippipe.model.model_files import GENERATION, ONE_FILE, check_model_folder, reads_more, text_name, weight_map_of
 from skippipe.model.model_spec import LAYER, ROUTER_BIAS, ModelSpec, config_from, config_named, parse_devices
 from skippipe.model.spread_layers import SpreadLayers, inference_devices, replica_devices
 from skippipe.model.stage import StageModel, layer_ranges
@@ -134,7 +135,12 @@ def _load(
     prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if prefix is None:
         raise UserError(f"{place}: its tokenizer names no token that begins or ends a text ('eos_token')")
-    weights = _checkpoint_weights(place) if (place / MANIFEST).is_file() else _folder_weights(place, spec.config)
+    if (place / MANIFEST).is_file():
+        weights = _checkpoint_weights(place)
+    elif reads_more(place):
+        weights = select_weights(outline, {slot.name for slot in layout_of_stage(spec, (spec.layers,), 0)})
+    else:
+        weights = _folder_weights(place, spec.config)
     beside = stored_values(place) if outline.stand_ins else 0
     whole_bytes = 4 * (sum(each.numel() for each in weights.values()) + beside)
     attended = context_of(spec.config, context)
@@ -311,13 +317,18 @@ def select_weights(outline: CheckpointOutline, names: set[str]) -> dict[str, Ten
     for name in sorted(set(weight_map_of(place).values())) or [ONE_FILE]:
         if (place / name).is_file():
             weights |= _read_tensors(place / name, names)
-    return weights if weights.keys() >= names else _folder_weights(place, outline.spec.config)
+    if weights.keys() >= names:
+        return weights
+    if reads_more(place):
+        raise UserError(f"{place}: has no tensor '{min(names - weights.keys())}' of its text model")
+    return _folder_weights(place, outline.spec.config)
 
 
 def _read_tensors(file: Path, names: set[str]) -> dict[str, Tensor]:
     try:
         with safe_open(file, "pt") as opened:
-            return {name: opened.get_tensor(name) for name in set(opened.keys()) & names}
+            there = {text_name(name): name for name in opened.keys()}  # noqa: SIM118 (it is no dictionary)
+            return {name: opened.get_tensor(there[name]) for name in there.keys() & names}
     except (OSError, SafetensorError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
 

@@ -40,6 +40,20 @@ def check_model_folder(folder: Path) -> None:
         )
 
 
+def reads_more(place: Path) -> bool:
+    """Whether a folder, or a config.json, is of a model that also reads pictures or sound; its text model is a part."""
+    return bool(_fields(place / CONFIG if place.is_dir() else place).get("text_config"))
+
+
+def text_name(name: str) -> str:
+    """The name that a weight in such a folder has in the text model by itself."""
+    if name.startswith("language_model."):
+        return name.removeprefix("language_model.")
+    if name.startswith("model.language_model."):
+        return f"model.{name.removeprefix('model.language_model.')}"
+    return name
+
+
 def weight_map_of(folder: Path) -> dict[str, str]:
     """Name of a weight → the file that holds it, if there is an index. Files lie in the folder, whatever it says. As in
     transformers, an index does not count where all weights are in one file that it does not name."""

@@ -25,7 +25,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from skippipe.errors import UserError, first_line
 from skippipe.model.lora import LoraConfig
-from skippipe.model.model_files import CODE_FIELD, check_model_folder
+from skippipe.model.model_files import CODE_FIELD, check_model_folder, reads_more
 from skippipe.model_shape import MODELS, ModelShape, model_named
 
 log = logging.getLogger(__name__)
@@ -70,13 +70,15 @@ def config_named(name: str, vocabulary: int | None = None, layers: int = 0) -> A
     if name in MODELS:
         config = llama_config(MODELS[name])
     else:
-        model_named(name)  # says what is missing, in one line
+        if not reads_more(Path(name)):
+            model_named(name)  # says what is missing, in one line
         path = Path(name)
         check_model_folder(path if path.is_dir() else path.parent)
         try:
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # any error of its hundred configurations
             raise UserError(f"model '{name}': {first_line(error)}") from None
+        config = _text_part(config)
         config.__dict__.pop(CODE_FIELD, None)  # neither followed nor handed on
         if quantised := getattr(config, QUANTISED_FIELD, None):
             how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -92,6 +94,21 @@ def config_named(name: str, vocabulary: int | None = None, layers: int = 0) -> A
             if (getattr(config, token, None) or 0) >= vocabulary:
                 setattr(config, token, None)
     return _with_layers(config, layers, name) if layers not in (0, config.num_hidden_layers) else config
+
+
+def _text_part(config: Any) -> Any:
+    """Of a model that also reads pictures or sound: the configuration of what reads and writes text."""
+    text = getattr(config, "text_config", None)
+    if text is None:
+        return config
+    if text.model_type not in TESTED:
+        raise UserError(
+            f"a {config.model_type} model reads more than text, and its text model ({text.model_type}) is not among "
+            f"those that were tested: stages are made of models like {EXAMPLES}"
+        )
+    log.warning("a %s model reads more than text: its text model (%s) is used", config.model_type, text.model_type)
+    text.tie_word_embeddings = config.tie_word_embeddings
+    return text
 
 
 @cache
@@ -173,9 +190,8 @@ class ModelSpec:
         self._base: Any = getattr(self.skeleton, self.skeleton.base_model_prefix, None)
         for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
             if not hasattr(self._base, part):
-                more = " and reads more than text" if hasattr(config, "text_config") else ""
                 raise UserError(
-                    f"a {config.model_type} model has no '{part}'{more}: stages can be made of models that have "
+                    f"a {config.model_type} model has no '{part}': stages can be made of models that have "
                     f"embed_tokens, layers, norm and rotary_emb, as {EXAMPLES} do"
                 )
         self._check_between_parts()

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.errors import UserError
 from skippipe.inference.cached_stage import BatchRows, StageChain, embed, logits
 from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
 from skippipe.model.flat_params import FlatParams, layout_of_stage
-from skippipe.model.model_spec import ROUTER_BIAS, TESTED, ModelSpec, warn_untested
+from skippipe.model.model_spec import ROUTER_BIAS, TESTED, ModelSpec, config_named, warn_untested
 from skippipe.optim.config import OptimConfig
 from tests.helpers.model_folders import TOKENIZER
 from tests.helpers.models import FAMILIES, LABELS, LAYERS, SIZES, TOKENS, stages_of, tasks_of, train_once, whole_model
@@ -166,6 +167,37 @@ def test_what_routers_add_is_used_and_kept(kind: str, tmp_path: Path) -> None:
 def test_models_that_do_more_between_their_parts_are_refused(kind: str) -> None:
     with pytest.raises(UserError, match=f"a {kind} model does more between its layers than stages do"):
         ModelSpec(config_of(kind))
+
+
+@pytest.mark.parametrize("names", ["those of today", "old ones"])
+def test_the_text_model_of_one_that_also_reads_pictures_is_used(names: str, tmp_path: Path) -> None:
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**SIZES, "vocab_size": TOKENIZER.size, "layer_types": BETWEEN["layer_types"]}
+    config = AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config={**sight, "image_size": 28, "patch_size": 14}
+    )
+    whole = AutoModelForImageTextToText.from_config(config).eval()  # type: ignore[no-untyped-call]
+    whole.save_pretrained(tmp_path)
+    TOKENIZER.save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    if names == "old ones":
+        old = {
+            name.replace("model.language_model", "language_model.model"): each for name, each in load_file(file).items()
+        }
+        save_file(old, file, {"format": "pt"})
+    found = load(tmp_path, "2,1,2")
+    assert found.stages[0].spec.config.model_type == "gemma3_text"
+    with torch.no_grad():
+        hidden = found.stages[0].embed(TOKENS)
+        for stage in found.stages:
+            hidden = stage(hidden)
+        expected = whole(input_ids=TOKENS).logits
+    torch.testing.assert_close(logits(found.stages[0], hidden), expected, rtol=1e-5, atol=1e-5)
+    alone = dict(load_stage(read_outline(tmp_path, "2,1,2"), 1).named_weights())
+    assert all(torch.equal(alone[name], each) for name, each in found.stages[1].named_weights())
+    with pytest.raises(UserError, match=r"its text model \(qwen2_vl_text\) is not among those that were tested"):
+        AutoConfig.for_model("qwen2_vl").save_pretrained(tmp_path)
+        config_named(str(tmp_path))
 
 
 def test_routers_of_several_kinds_are_refused() -> None:
