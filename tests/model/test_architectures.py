@@ -22,7 +22,18 @@ from skippipe.model.flat_params import FlatParams, layout_of_stage
 from skippipe.model.model_spec import ROUTER_BIAS, TESTED, ModelSpec, config_named, warn_untested
 from skippipe.optim.config import OptimConfig
 from tests.helpers.model_folders import TOKENIZER
-from tests.helpers.models import FAMILIES, LABELS, LAYERS, SIZES, TOKENS, stages_of, tasks_of, train_once, whole_model
+from tests.helpers.models import (
+    FAMILIES,
+    LABELS,
+    LAYERS,
+    SIZES,
+    TOKENS,
+    stages_of,
+    tasks_of,
+    tiny,
+    train_once,
+    whole_model,
+)
 from tests.helpers.quick import others_slow
 
 COMMON = {
@@ -214,7 +225,7 @@ def test_scales_that_were_not_tested_are_refused() -> None:
 
 
 def test_other_kinds_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    assert {each.partition("-")[0] for each in FAMILIES} < TESTED
+    assert {tiny(each).model_type for each in FAMILIES} < TESTED
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             warn_untested("deepseek_v2")
