@@ -90,7 +90,7 @@ class NodeAgent:
         self._links = PeerLinks(self._mailbox, join_config.name)
         self._secret = b""
         """Secret of the streams to the coordinator; another one with every hello."""
-        self._handshakes_failed = self._refusals = 0
+        self._failed = 0
         """Handshakes with the coordinator that failed in a row."""
         self._calls_out = False
         """The coordinator has not reached this node at its address before."""
@@ -119,8 +119,7 @@ class NodeAgent:
         self._running = 0
         self._busy_since: float | None = None
         self._cut_off_since: float | None = None
-        self._dialled_at = 0.0
-        self._heartbeat_at = 0.0
+        self._dialled_at = self._heartbeat_at = 0.0
         self._callable_from: float | None = None
         """When this node begins to keep streams ready for the coordinator; none: it does, or need not."""
 
@@ -438,16 +437,13 @@ class NodeAgent:
                 self._connect_to_coordinator()
             elif lost.reason is LossReason.UNFINISHED:
                 log.warning("the coordinator has not answered yet; waiting for it")
-            elif self._cut_off_since is None:
-                self._handshakes_failed += 1
-                if lost.reason is not LossReason.HANDSHAKE or self._handshakes_failed >= WRONG_KEY:
-                    raise Stopped(self._explain_loss(lost.reason))
-            elif lost.reason is LossReason.REFUSED:  # by who holds the coordinator's key
-                self._refusals += 1
-                if self._refusals >= WRONG_KEY:
+            elif self._cut_off_since is None or lost.reason is LossReason.REFUSED:  # by who holds the coordinator's key
+                self._failed += 1
+                again = self._cut_off_since is not None or lost.reason is LossReason.HANDSHAKE
+                if not again or self._failed >= WRONG_KEY:
                     raise Stopped(self._explain_loss(lost.reason))
         if THE_COORDINATOR in self._mailbox.connected:
-            self._handshakes_failed = self._refusals = 0
+            self._failed = 0
         silent_since = self._coordinator_silent_since()
         if silent_since is not None and time.monotonic() > silent_since + self._heartbeat_s:
             self._cut_off_since = self._cut_off_since or time.monotonic()
@@ -481,7 +477,7 @@ class NodeAgent:
         name, where = self._join_config.name, self._coordinator
         return {
             LossReason.REFUSED: f"the coordinator at {where} refuses this node: its list of peers has another key for "
-            f"'{name}', or its cluster has no '{name}'",
+            f"'{name}', or its cluster has no '{name}' (any more)",
             LossReason.HANDSHAKE: f"{where}: the program there does not hold the key that this node knows as the "
             "coordinator's; is the address right, and were all keys made together?",
             LossReason.UNFINISHED: f"{where}: the program there does not answer",
