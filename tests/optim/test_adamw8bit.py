@@ -13,6 +13,7 @@ from skippipe.optim.adamw8bit import AdamW8bit
 from skippipe.optim.config import OptimConfig
 from skippipe.optim.interface import ParamSlot
 from tests.helpers.executors import noise
+from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
 LEARNING = OptimConfig("adamw8bit", beta1=0.8, beta2=0.97, weight_decay=0.3, epsilon=1e-6)
@@ -87,7 +88,7 @@ def test_what_is_read_and_written_again_is_held_in_the_same_bits() -> None:
         assert scale < 1e-8 or ours.read_state("exp_avg_sq", 0, SIZE).count_nonzero() == SIZE
 
 
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
+@pytest.mark.parametrize("beta2", others_slow([0.999], [0.95]))
 def test_a_running_mean_follows_changes_that_are_smaller_than_the_distance_of_two_codes(beta2: float) -> None:
     """Rounded to the nearest code, the mean of squares would stay where it was when gradients were large."""
     size = 1024

@@ -230,6 +230,7 @@ def test_gradient_descent_is_that_of_torch(tmp_path: Path, tokenizer: TextTokeni
         assert torch.equal(each, expected[name]), name
 
 
+@pytest.mark.slow
 def test_a_model_learns_as_much_with_state_in_8_bits(
     tmp_path: Path, tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_a_sandwich_that_finds_no_room_says_what_would_help() -> None:
     assert has_lengths(roomy, length)
 
 
+@pytest.mark.slow
 def test_nodes_are_placed_for_several_lengths_by_best_with_given_codecs() -> None:
     """Else for one, on whose stages the others find theirs."""
     length = (4, 4, 2)

@@ -75,8 +75,8 @@ def no_planning(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        (SkipSchedule("1/4 + 0", residual="scaled", early_exit=0.3), {}),
-        (SkipSchedule("1/4 until 60%, 0", gradients="all"), {}),
+        pytest.param(SkipSchedule("1/4 + 0", residual="scaled", early_exit=0.3), {}, marks=pytest.mark.slow),
+        pytest.param(SkipSchedule("1/4 until 60%, 0", gradients="all"), {}, marks=pytest.mark.slow),
         (
             SkipSchedule("0 + 1/4", residual="scaled", gradients="all", early_exit=1.0),
             {"family": "llama-tied", "split": True, "activation_checkpointing": True},

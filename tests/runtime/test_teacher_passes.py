@@ -24,6 +24,7 @@ from skippipe.workload import TEACHERS
 from tests.helpers.exact_training import LEARNING
 from tests.helpers.fault_scenarios import scenario, thin, wide
 from tests.helpers.plans import can_be_taught, plans, without_ties
+from tests.helpers.quick import others_slow
 from tests.helpers.virtual_chaos import Played, play, staged
 
 KINDS = TEACHERS[1:]
@@ -104,7 +105,7 @@ def test_without_faults_every_step_is_taken_once() -> None:
     assert set(watched.steps.values()) == {1} and len(watched.steps) == 4 * count * len(plan.stages)
 
 
-@pytest.mark.parametrize("teacher", KINDS)
+@pytest.mark.parametrize("teacher", others_slow(["hidden"], [each for each in KINDS if each != "hidden"]))
 @pytest.mark.parametrize(
     "fault",
     [

@@ -190,6 +190,7 @@ def test_columns_that_depend_on_others_become_zero() -> None:
         torch.testing.assert_close(found.T @ found, torch.diag(torch.tensor([1.0, 1.0, 0, 0, 0])), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_engines_that_begin_again_remember_nothing() -> None:
     plan, spec = plan_of(LANES)
     tokens = torch.randint(0, 97, (6, 8), generator=torch.Generator().manual_seed(0))

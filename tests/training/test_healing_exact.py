@@ -110,8 +110,9 @@ def test_one_process_is_the_engine_of_studies(
 @pytest.mark.parametrize(
     ("family", "ranks", "recipe", "options"),
     others_slow(
-        [("llama", {}, PLAIN, {}), ("llama-tied", {"bridges": 0, "repeats": 2}, TAUGHT, CHECKPOINTING)],
+        [("llama", {}, PLAIN, {})],
         [
+            ("llama-tied", {"bridges": 0, "repeats": 2}, TAUGHT, CHECKPOINTING),
             ("llama", {}, SkipSchedule(distill=0.9), {"wire_dtype": "int8"}),
             ("qwen3_moe", {}, PLAIN, {"split": True}),
             ("qwen3_moe", {}, TAUGHT, {"activation_checkpointing": True}),

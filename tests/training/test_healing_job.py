@@ -57,6 +57,7 @@ from tests.helpers.executors import state_of
 from tests.helpers.healed_folders import REPEATS, healed
 from tests.helpers.model_folders import LAYERS
 from tests.helpers.pretrained_jobs import Losses, job_in, trained
+from tests.helpers.quick import others_slow
 
 torch.set_num_threads(1)
 INFO = StandInsInfo(LAYERS, REPEATS.bridges, REPEATS.adapters, repeats=REPEATS.repeats)
@@ -188,7 +189,7 @@ def test_a_plan_with_paths_of_several_lengths_says_how_often_layers_repeat(tmp_p
         build_run(planned)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", others_slow([torch.bfloat16], [torch.float16]))
 def test_what_is_made_of_a_folder_is_like_it(tmp_path: Path, dtype: torch.dtype) -> None:
     """Of half precision, and with its settings of generation; bridges and adapters are stored as they were trained."""
     folder = fitted(tmp_path / "fitted")

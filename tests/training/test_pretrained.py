@@ -40,7 +40,7 @@ def test_the_first_loss_is_that_of_transformers(family: str, tmp_path: Path) -> 
     assert losses.found[0] != pytest.approx(expected, rel=100 * NEAR), "without, weights are random"
 
 
-@pytest.mark.parametrize("is_written", [True, False])
+@pytest.mark.parametrize("is_written", others_slow([True], [False]))
 def test_a_deeper_model_begins_with_copies_of_layers(is_written: bool, tmp_path: Path) -> None:
     folder, deeper = folder_of("qwen3", tmp_path / "model"), tmp_path / "deeper"
     model = ModelConfig(layers=8, weights=str(folder))
