@@ -266,8 +266,6 @@ class CachedStage:
     def __init__(self, model: StageModel, max_tokens: int) -> None:
         self.model = model
         config, kinds = model.spec.config, [model.spec.mask_kind(layer) for layer in model.numbers]
-        self._angles = [kind if model.spec.rotates_by_kind else "" for kind in kinds]
-        """Of each layer: by which kind of layers its positions turn; empty if it is the same for all."""
         for kind in kinds:
             if kind not in MASKS:
                 raise UserError(f"layers of the kind '{kind}' are not supported; {', '.join(MASKS)} are")
@@ -292,18 +290,26 @@ class CachedStage:
         it goes, if stages are missing."""
         assert hidden.shape[:2] == (len(rows.slots), rows.width), "hidden states of other rows"
         positions = None if rows.even else rows.positions_on(hidden.device)
-        rotations = {angles: self._rotation(rows, positions, hidden, angles) for angles in dict.fromkeys(self._angles)}
+        rotations = {
+            angles: self._rotation(rows, positions, hidden, angles) for angles in dict.fromkeys(self.model.angles)
+        }
         if positions is None:
-            positions = torch.arange(rows.starts[0], rows.starts[0] + rows.width, device=hidden.device)[None]
-        inputs: dict[str, Any] = {"position_ids": positions}
+            there = hidden.device
+            begin, end = rows.starts[0], rows.starts[0] + rows.width
+            positions = rows.once(("even", there), lambda: torch.arange(begin, end, device=there)[None])
         always = self.model.spec.holds_scores
         masks = {window: mask(rows, window, hidden, always=always) for window in dict.fromkeys(self._windows)}
 
         def through(given: Tensor, turn: int) -> Tensor:
             past = self._cache_of(turn).begin(rows)
-            for layer, window, angles in zip(self.model.layers, self._windows, self._angles, strict=True):
-                inputs["position_embeddings"] = rotations[angles]
-                given = layer(given, attention_mask=masks[window], past_key_values=past, **inputs)
+            for layer, window, angles in zip(self.model.layers, self._windows, self.model.angles, strict=True):
+                given = layer(
+                    given,
+                    attention_mask=masks[window],
+                    position_ids=positions,
+                    position_embeddings=rotations[angles],
+                    past_key_values=past,
+                )
             return given
 
         self.model.set_hop(hop)
@@ -342,8 +348,7 @@ class CachedStage:
     def rotations(self, end: int, like: Tensor, angles: str = "") -> tuple[Tensor, Tensor]:
         """Cosines and sines of all positions before `end`, and perhaps more: [1, positions, head size]."""
         if angles not in self._rotations or self._rotations[angles][0].shape[1] < end:
-            kind = (angles,) if angles else ()
-            found = self.model.rotary(like, torch.arange(2 * end, device=like.device)[None], *kind)
+            found = self.model.rotation(like, torch.arange(2 * end, device=like.device)[None], angles)
             if not isinstance(found, tuple):
                 name = self.model.spec.config.model_type
                 raise UserError(f"{name} models rotate positions by complex numbers: they can be trained, but not used")

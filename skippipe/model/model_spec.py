@@ -106,9 +106,14 @@ def _text_part(config: Any) -> Any:
             f"a {config.model_type} model reads more than text, and its text model ({text.model_type}) is not among "
             f"those that were tested: stages are made of models like {EXAMPLES}"
         )
-    log.warning("a %s model reads more than text: its text model (%s) is used", config.model_type, text.model_type)
+    _warn_of_parts(config.model_type, text.model_type)
     text.tie_word_embeddings = config.tie_word_embeddings
     return text
+
+
+@cache
+def _warn_of_parts(kind: str, text: str) -> None:
+    log.warning("a %s model reads more than text: its text model (%s) is used", kind, text)
 
 
 @cache
@@ -317,10 +322,11 @@ class ModelSpec:
         """Whether its attention is computed step by step, from a mask and with all scores in memory at once."""
         return bool(self.config._attn_implementation == "eager")
 
-    @property
-    def rotates_by_kind(self) -> bool:
-        """Whether positions turn by other angles in layers of another kind."""
-        return "layer_type" in inspect.signature(type(self._base.rotary_emb).forward).parameters
+    def angles(self, layers: range) -> list[str]:
+        """Of each of these layers: of which kind of layers it has the angles by which positions turn; empty: all have
+        the same."""
+        by_kind = "layer_type" in inspect.signature(type(self._base.rotary_emb).forward).parameters
+        return [self.mask_kind(layer) if by_kind else "" for layer in layers]
 
     def mask_kind(self, layer: int) -> str:
         """The kind of attention mask that a layer has."""

@@ -40,6 +40,7 @@ class StageModel(nn.Module):
         self.recompute = recompute
         self.spec = spec
         self._kinds = [spec.mask_kind(index) for index in layers]
+        self.angles = spec.angles(layers)
         self.layers = nn.ModuleList(spec.layer(index) for index in layers)
         self.rotary = spec.rotary()
         self.embedding = spec.embedding() if ends else None
@@ -74,8 +75,9 @@ class StageModel(nn.Module):
         dtype = hidden.dtype
         positions, rotations, masks = self._positions_and_masks(hidden, starts)
         contexts = noop_context_fn if self.adapters is None else self.adapters.checkpoint_contexts
-        for layer, kind in list(zip(self.layers, self._kinds, strict=True))[only]:
-            inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotations[kind]}
+        for layer, kind, angles in list(zip(self.layers, self._kinds, self.angles, strict=True))[only]:
+            rotation = rotations[angles]
+            inputs = {"attention_mask": masks[kind], "position_ids": positions, "position_embeddings": rotation}
             if self.recompute and torch.is_grad_enabled():
                 hidden = checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts, **inputs)
             else:
@@ -208,11 +210,12 @@ class StageModel(nn.Module):
                 self._of_shape[key] = positions, self._rotations(hidden, positions), masks
         return self._of_shape[key]
 
+    def rotation(self, like: Tensor, positions: Tensor, angles: str) -> Any:
+        """How these positions turn, by these angles: cosines and sines, of most models."""
+        return self.rotary(like, positions, angles) if angles else self.rotary(like, positions)
+
     def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Of each kind of layers."""
-        if self.spec.rotates_by_kind:
-            return {kind: self.rotary(hidden, positions, kind) for kind in dict.fromkeys(self._kinds)}
-        return dict.fromkeys(self._kinds, self.rotary(hidden, positions))
+        return {angles: self.rotation(hidden, positions, angles) for angles in dict.fromkeys(self.angles)}
 
     def _watch_routers(self) -> None:
         found = self.spec.router
