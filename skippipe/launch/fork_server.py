@@ -368,20 +368,15 @@ def _note_group_signal(server: _Server) -> None:
 def _fork_standby(server: _Server) -> None:
     """Fork another fork server, with a socket of its own to the owner."""
     owner_end, standby_end = socket.socketpair()
-    try:
-        pid = os.fork()
-    except OSError:
-        owner_end.close()
-        standby_end.close()
-        raise
-    if pid == 0:
-        owner_end.close()
-        server.close_in_child()
-        standby = _Server(
-            Channel(standby_end), server.process_main, server.log_folder, server.lifeline, server.group_signal
-        )
-        _run_and_exit(lambda: _serve(standby))
     with owner_end, standby_end:
+        pid = os.fork()
+        if pid == 0:
+            owner_end.close()
+            server.close_in_child()
+            standby = _Server(
+                Channel(standby_end), server.process_main, server.log_folder, server.lifeline, server.group_signal
+            )
+            _run_and_exit(lambda: _serve(standby))
         server.owner.send({"standby": pid}, owner_end.fileno())
 
 

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable
 from copy import copy, deepcopy
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -289,9 +289,7 @@ class ModelSpec:
             if hasattr(like, "scalar_embed_scale"):
                 made: nn.Module = type(like)(*sizes, embed_scale=like.scalar_embed_scale)
             else:
-                made = nn.Embedding(*sizes) if scale == 1 else ScaledEmbedding(*sizes)
-        if isinstance(made, ScaledEmbedding):
-            made.scale = scale
+                made = nn.Embedding(*sizes) if scale == 1 else ScaledEmbedding(scale, *sizes)
         return self._initialised(made, "embedding")
 
     def norm(self) -> nn.Module:
@@ -306,11 +304,9 @@ class ModelSpec:
         scaling = getattr(config, "logits_scaling", None) or 1.0  # most models divide by it
         scale *= scaling if config.model_type == "hyperclovax" else 1 / scaling
         cap = getattr(config, "final_logit_softcapping", None)
-        kind = nn.Linear if scale == 1 and not cap else ScaledHead
+        kind = nn.Linear if scale == 1 and not cap else partial(ScaledHead, scale, cap)
         with _NothingDrawn():
             made = kind(like.in_features, like.out_features, bias=like.bias is not None)
-        if isinstance(made, ScaledHead):
-            made.scale, made.cap = scale, cap
         return self._initialised(made, "head")
 
     def rotary(self) -> nn.Module:
@@ -391,7 +387,9 @@ class ModelSpec:
 class ScaledEmbedding(nn.Embedding):
     """Embeddings that a model multiplies by a number of its configuration."""
 
-    scale: float
+    def __init__(self, scale: float, *sizes: Any) -> None:
+        super().__init__(*sizes)
+        self.scale = scale
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * self.scale
@@ -400,8 +398,9 @@ class ScaledEmbedding(nn.Embedding):
 class ScaledHead(nn.Linear):
     """A head whose logits a model multiplies, or caps, by numbers of its configuration."""
 
-    scale: float
-    cap: float | None
+    def __init__(self, scale: float, cap: float | None, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__(inputs, outputs, bias)
+        self.scale, self.cap = scale, cap
 
     def forward(self, input: Tensor) -> Tensor:
         logits = super().forward(input) * self.scale

@@ -83,14 +83,16 @@ COORDINATORS = (
 
 def _settings_of(node_config: NodeConfig) -> dict[str, Any]:
     """What all nodes must have alike beside the plan, by the names of a job's fields."""
-    found: dict[str, Any] = {"seed": node_config.seed, "data": node_config.data_fingerprint[:12]}
-    found["data.packing"], found["model"] = node_config.packing, essence(node_config.config)
     tables: dict[str, Any] = {"learning": node_config.learning, "recipe": node_config.recipe, "lora": node_config.lora}
-    if node_config.held_out is not None:
-        tables["validation"] = node_config.held_out
-    for table, given in tables.items():
-        found.update({f"{table}.{name}": value for name, value in asdict(given).items()})
-    found = {name: value for name, value in found.items() if name not in COORDINATORS}
+    tables |= {"validation": node_config.held_out} if node_config.held_out else {}
+    fields = {f"{table}.{name}": value for table, given in tables.items() for name, value in asdict(given).items()}
+    found = {
+        "seed": node_config.seed,
+        "data": node_config.data_fingerprint[:12],
+        "data.packing": node_config.packing,
+        "model": essence(node_config.config),
+        **{name: value for name, value in fields.items() if name not in COORDINATORS},
+    }
     plain: dict[str, Any] = json.loads(json.dumps(found))  # as it looks after a file: lists, not tuples
     return plain
 
