@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
 
+from skippipe.inference.cached_stage import logits
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stage_step import StageStep
@@ -108,3 +109,12 @@ def train_once(
         for stage in path:
             tasks[stage].weight_gradients(key)
     return float(loss)
+
+
+@torch.no_grad()
+def logits_of(stages: Sequence[StageModel]) -> torch.Tensor:
+    """What all stages, one after another, make of `TOKENS`."""
+    hidden = stages[0].embed(TOKENS)
+    for stage in stages:
+        hidden = stage(hidden)
+    return logits(stages[0], hidden)

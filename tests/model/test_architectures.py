@@ -28,6 +28,7 @@ from tests.helpers.models import (
     LAYERS,
     SIZES,
     TOKENS,
+    logits_of,
     stages_of,
     tasks_of,
     tiny,
@@ -81,18 +82,13 @@ def test_stages_give_the_logits_of_transformers_at_once_and_with_a_cache(kind: s
     stages = stages_of(ModelSpec(config, seed=3))
     chain = StageChain(stages, (0, 1, 2), 1.0, 100)
     with torch.no_grad():
-        hidden = stages[0].embed(TOKENS)
-        for stage in stages:
-            hidden = stage(hidden)
-        assert stages[0].norm is not None and stages[0].head is not None
-        at_once = stages[0].head(stages[0].norm(hidden))
         expected = whole_model(config, stages).eval()(input_ids=TOKENS, use_cache=False).logits
         pieces = [
             logits(stages[0], chain.forward(embed(stages[0], TOKENS[:, slice(begin, end)].tolist()), rows))
             for begin, end in ((0, 7), (7, 8), (8, 20))
             for rows in [BatchRows((0, 1), (begin, begin), (end - begin, end - begin))]
         ]
-    torch.testing.assert_close(at_once, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(stages), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -158,11 +154,8 @@ def test_what_routers_add_is_used_and_kept(kind: str, tmp_path: Path) -> None:
     TOKENIZER.save(tmp_path)
     found = load(tmp_path, "2,1,2")
     with torch.no_grad():
-        hidden = found.stages[0].embed(TOKENS)
-        for stage in found.stages:
-            hidden = stage(hidden)
         expected = whole(input_ids=TOKENS, use_cache=False).logits
-        torch.testing.assert_close(logits(found.stages[0], hidden), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(found.stages), expected, rtol=1e-5, atol=1e-5)
     spec = ModelSpec(config)
     for number, stage in enumerate(found.stages):
         weights = FlatParams(stage.trained_weights(), OptimConfig())
@@ -199,11 +192,8 @@ def test_the_text_model_of_one_that_also_reads_pictures_is_used(names: str, tmp_
     found = load(tmp_path, "2,1,2")
     assert found.stages[0].spec.config.model_type == "gemma3_text"
     with torch.no_grad():
-        hidden = found.stages[0].embed(TOKENS)
-        for stage in found.stages:
-            hidden = stage(hidden)
         expected = whole(input_ids=TOKENS).logits
-    torch.testing.assert_close(logits(found.stages[0], hidden), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(found.stages), expected, rtol=1e-5, atol=1e-5)
     alone = dict(load_stage(read_outline(tmp_path, "2,1,2"), 1).named_weights())
     assert all(torch.equal(alone[name], each) for name, each in found.stages[1].named_weights())
     with pytest.raises(UserError, match=r"its text model \(qwen2_vl_text\) is not among those that were tested"):
