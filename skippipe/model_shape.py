@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +11,10 @@ from skippipe.errors import UserError
 from skippipe.json_fields import Fields, exists, read_json
 from skippipe.value_ranges import LAYERS, WIDTH, Range, check_ranges, range_of
 
+PLAIN_MLP = frozenset(("arcee", "jais2", "nemotron", "starcoder2"))
+"""Kinds of models whose feed-forward blocks have no gate: two matrices instead of three."""
+UNSAID = {"gated": True, "shared_intermediate": 0}
+"""What a model has in files of versions that did not write it."""
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """What a name on the Hugging Face hub looks like; so do some paths."""
 
@@ -31,45 +35,63 @@ class ModelShape:
     tied_embeddings: bool = False
     experts: Annotated[int, Range(1, 10**5)] = 1
     experts_active: Annotated[int, Range(1, 10**5)] = 1
+    gated: bool = True
+    """Feed-forward blocks have a gate: three matrices; two without."""
+    shared_intermediate: Annotated[int, Range(0, 10**7)] = 0
+    """Width of the feed-forward block that all tokens pass beside the experts of a mixture; 0: there is none."""
 
     def __post_init__(self) -> None:
         check_ranges(self, "model")
         if self.experts_active > self.experts:
             raise UserError(f"model {self.name}: {self.experts_active} of {self.experts} experts cannot be active")
+        if self.shared_intermediate and self.experts == 1:
+            raise UserError(f"model {self.name}: a shared feed-forward block is beside experts, and there are none")
 
     @property
     def _attention_parameters(self) -> int:
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
 
     @property
+    def feed_forward_matrices(self) -> int:
+        """Of a feed-forward block: gate, up and down, or the last two."""
+        return 3 if self.gated else 2
+
+    @property
+    def linear_intermediate(self) -> int:
+        """Width of the feed-forward block whose matrices are linear maps: beside experts, of the shared one."""
+        return self.intermediate if self.experts == 1 else self.shared_intermediate
+
+    @property
+    def active_intermediate(self) -> int:
+        """Width of all feed-forward blocks that a token passes in a layer."""
+        return self.intermediate * self.experts_active + self.shared_intermediate
+
+    @property
     def layer_parameters(self) -> int:
         router = self.hidden * self.experts if self.experts > 1 else 0
-        return (
-            self._attention_parameters
-            + 3 * self.hidden * self.intermediate * self.experts
-            + router
-            + 2 * self.hidden  # norms
-        )
+        width = self.intermediate * self.experts + self.shared_intermediate
+        norms = 2 * self.hidden
+        return self._attention_parameters + self.feed_forward_matrices * self.hidden * width + router + norms
 
     @property
     def linear_parameters(self) -> int:
         """Parameters of the linear maps of a layer; experts and their router are none."""
-        return self._attention_parameters + (3 * self.hidden * self.intermediate if self.experts == 1 else 0)
+        return self._attention_parameters + self.feed_forward_matrices * self.hidden * self.linear_intermediate
 
     @property
     def linear_maps(self) -> int:
         """Linear maps of a layer; experts and their router are none."""
-        return 7 if self.experts == 1 else 4
+        return 4 + (self.feed_forward_matrices if self.linear_intermediate else 0)
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of adapters in a layer: of this rank, beside every linear map. Experts are none."""
         attention = 4 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        feed_forward = 3 * (self.hidden + self.intermediate) if self.experts == 1 else 0
-        return rank * (attention + feed_forward)
+        width = self.linear_intermediate
+        return rank * (attention + (self.feed_forward_matrices * (self.hidden + width) if width else 0))
 
     def largest_adapter_matrix(self, rank: int) -> int:
         """Parameters of the largest matrix of such an adapter."""
-        return rank * max(self.hidden, self.heads * self.head_dim, self.intermediate if self.experts == 1 else 0)
+        return rank * max(self.hidden, self.heads * self.head_dim, self.linear_intermediate)
 
     def bridge_parameters(self, rank: int, stages: int) -> int:
         """Parameters of the bridges that begin at stage 0: one for each stage but the next, and one for the head."""
@@ -87,7 +109,7 @@ class ModelShape:
 
     def layer_flops(self, tokens: int) -> int:
         """Forward operations of one layer on one sequence: two a weight and token, and causal attention."""
-        active = self._attention_parameters + 3 * self.hidden * self.intermediate * self.experts_active
+        active = self._attention_parameters + self.feed_forward_matrices * self.hidden * self.active_intermediate
         return 2 * tokens * active + 2 * tokens * tokens * self.heads * self.head_dim
 
     def head_flops(self, tokens: int) -> int:
@@ -97,20 +119,24 @@ class ModelShape:
         """Values a layer keeps per token for its backward pass (fused kernels recompute attention itself), in the type
         of computing; `rounded`: that is bf16; `frozen`: its norms are not trained."""
         # of both norms the input, which is fp32, what is scaled by their weights, and the output, which in bf16 each of
-        # five linear maps rounds for itself
-        norms = 2 * 2 + 2 + 5 if rounded else 2 + 2 + 2
+        # five linear maps rounds for itself, or of four without a gate
+        norms = 2 * 2 + 2 + 2 + self.feed_forward_matrices if rounded else 2 + 2 + 2
         norms -= 2 if frozen else 0  # what is scaled
         return (
             norms * self.hidden
             + 2 * self.heads * self.head_dim  # queries, attention output
             + 2 * self.kv_heads * self.head_dim
-            + 4 * self.intermediate * self.experts_active  # gate, up, activation, product
+            + (4 if self.gated else 2) * self.active_intermediate  # gate, up, activation, product; without gate two
         )
+
+    def to_json(self) -> dict[str, Any]:
+        """What earlier versions knew without being told is left out, so that they can read the file."""
+        return {name: value for name, value in asdict(self).items() if name not in UNSAID or UNSAID[name] != value}
 
     @classmethod
     def from_json(cls, value: Any, place: str) -> ModelShape:
         entry = Fields(value, place, of=cls)
-        shape = cls(**entry.values())
+        shape = cls(**entry.values(added=UNSAID))
         entry.close()
         return shape
 
@@ -120,7 +146,8 @@ class ModelShape:
         file = path / "config.json" if path.is_dir() else path
         found = read_json(file)
         if isinstance(found, dict) and isinstance(found.get("text_config"), dict):
-            found = {"tie_word_embeddings": found.get("tie_word_embeddings"), **found["text_config"]}
+            whole = {name: found[name] for name in ("tie_word_embeddings",) if found.get(name) is not None}
+            found = {**found["text_config"], **whole}  # a model that reads more than text says itself what it ties
         return cls.from_config(found, str(file))
 
     @classmethod
@@ -138,6 +165,16 @@ class ModelShape:
                 raise UserError(f"{place}: there is no {known}; is this a decoder-only model's config?")
             return default
 
+        def shared() -> int:
+            """Models say how wide what experts share is, or how many experts' widths that is; one does not say it."""
+            said = ("shared_expert_intermediate_size", "shared_intermediate_size")
+            number = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+            if kind == "hunyuan_v1_moe":
+                return intermediate
+            if any(config.get(name) is not None for name in said):
+                return size("shared_intermediate", *said)
+            return intermediate * size("shared_intermediate", *number, default=0)
+
         heads = size("heads", "num_attention_heads")
         hidden = size("hidden", "hidden_size")
         experts = size("experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=1)
@@ -145,18 +182,22 @@ class ModelShape:
         if not isinstance(tied, bool):
             raise UserError(f"{place}.tie_word_embeddings: expected true or false, found {tied!r}")
         width = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size",)
+        intermediate = size("intermediate", *width)
+        kind = str(config.get("model_type") or "model")
         return cls(
-            name=str(config.get("model_type") or "model"),
+            name=kind,
             layers=size("layers", "num_hidden_layers"),
             hidden=hidden,
             heads=heads,
             kv_heads=size("kv_heads", "num_key_value_heads", default=heads),
             head_dim=size("head_dim", "head_dim", default=max(1, hidden // heads)),
-            intermediate=size("intermediate", *width),
+            intermediate=intermediate,
             vocab=size("vocab", "vocab_size"),
             tied_embeddings=tied,
             experts=experts,
             experts_active=size("experts_active", "num_experts_per_tok", "moe_k", default=1) if experts > 1 else 1,
+            gated=kind not in PLAIN_MLP,
+            shared_intermediate=shared() if experts > 1 else 0,
         )
 
 

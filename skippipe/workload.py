@@ -332,11 +332,11 @@ class Workload:
 
     def _layer_work_bytes(self) -> int:
         model, again, each = self.model, self.activation_checkpointing, COMPUTE_BYTES[self.compute_dtype]
-        wide = 3 * model.intermediate * model.experts_active + model.hidden
+        wide = model.feed_forward_matrices * model.active_intermediate + model.hidden
         work = each * self._tokens * wide + (self._layer_bytes() if again else 0)
         # for a layer that is recomputed in bf16, weights are rounded, and gradients come in both types
         rounded = again and self.compute_dtype == "bf16"
-        trained, matrix = model.linear_parameters, model.hidden * model.intermediate
+        trained, matrix = model.linear_parameters, model.hidden * max(model.intermediate, model.linear_intermediate)
         if self.adapter_parameters:
             trained, matrix = self.adapter_parameters, model.largest_adapter_matrix(self._adapter_rank)
         return work + (each * trained if rounded else 0) + (each + STORED_BYTES if rounded else each) * matrix
@@ -412,7 +412,8 @@ class Workload:
 
     def to_json(self) -> dict[str, Any]:
         """What earlier versions knew without being told is left out, so that they can read the file."""
-        return {name: value for name, value in asdict(self).items() if name not in UNSAID or UNSAID[name] != value}
+        said = {name: value for name, value in asdict(self).items() if name not in UNSAID or UNSAID[name] != value}
+        return said | {"model": self.model.to_json()}
 
     @classmethod
     def from_json(cls, value: Any, place: str = "workload") -> Workload:

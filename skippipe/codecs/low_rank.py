@@ -65,14 +65,15 @@ class LowRank:
 
 def decoder_matrices(model: ModelShape, layers: int, *, ends: bool) -> list[Matrices]:
     """Those of so many layers, and with `ends` of embedding and head."""
-    d, width = model.hidden, model.intermediate
+    d, width, shared = model.hidden, model.intermediate, model.linear_intermediate
+    into = model.feed_forward_matrices - 1  # gate and up, or up alone
     queries, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     found = [Matrices(1, queries, d), Matrices(2, keys, d), Matrices(1, d, queries)]
-    if model.experts == 1:
-        found += [Matrices(2, width, d), Matrices(1, d, width)]
-    else:  # gate and up of an expert are one matrix; and the router
+    if shared:
+        found += [Matrices(into, shared, d), Matrices(1, d, shared)]
+    if model.experts > 1:  # gate and up of an expert are one matrix; and the router
         found += [
-            Matrices(model.experts, 2 * width, d),
+            Matrices(model.experts, into * width, d),
             Matrices(model.experts, d, width),
             Matrices(1, model.experts, d),
         ]

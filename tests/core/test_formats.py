@@ -55,6 +55,8 @@ def workloads(draw: DrawFn, layers: int) -> Json:
             "tied_embeddings": draw(st.booleans()),
             "experts": experts,
             "experts_active": draw(st.integers(1, experts)),
+            **draw(st.sampled_from([{}, {}, {"gated": False}])),
+            **draw(st.sampled_from([{}, {}, {"shared_intermediate": 48}] if experts > 1 else [{}])),
         },
         "sequence_tokens": draw(st.sampled_from([1, 7, 32])),
         "samples_per_microbatch": draw(st.integers(1, 3)),

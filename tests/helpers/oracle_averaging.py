@@ -120,7 +120,10 @@ def rounds_of(model: Json, has_ends: bool, layers: int, values: int, dtype: str)
     rank, d, f, e = int(dtype.removeprefix("rank-")), model["hidden"], model["intermediate"], model["experts"]
     h, k = model["heads"] * model["head_dim"], model["kv_heads"] * model["head_dim"]
     matrices = [(h, d), (k, d), (k, d), (d, h)]
-    matrices += [(f, d), (f, d), (d, f)] if e == 1 else [(2 * f, d), (d, f)] * e + [(e, d)]
+    into = 2 if model.get("gated", True) else 1
+    mapped = f if e == 1 else model.get("shared_intermediate", 0)
+    matrices += [(mapped, d)] * into + [(d, mapped)]
+    matrices += [(into * f, d), (d, f)] * e + [(e, d)] if e > 1 else []
     matrices *= layers
     if has_ends:
         matrices += [(model["vocab"], d)] * (1 if model["tied_embeddings"] else 2)

@@ -44,20 +44,24 @@ def costs(plan: Json) -> Costs:
     def wire(values: int, dtype: str) -> int:
         return {"fp32": 4 * values, "bf16": 2 * values, "int8": values + 4 * -(-values // 128)}[dtype]
 
-    attention = d * (2 * h + 2 * k)
-    layer_parameters: int = attention + 3 * d * f * e + 2 * d + (d * e if e > 1 else 0)
-    layer_forward = n * (2 * t * (attention + 3 * d * f * model["experts_active"]) + 2 * t**2 * h)
+    shared = model.get("shared_intermediate", 0)
+    blocks, active = 3 if model.get("gated", True) else 2, f * model["experts_active"] + shared
+    attention, mapped = d * (2 * h + 2 * k), f if e == 1 else shared
+    layer_parameters: int = attention + blocks * d * (f * e + shared) + 2 * d + (d * e if e > 1 else 0)
+    layer_forward = n * (2 * t * (attention + blocks * d * active) + 2 * t**2 * h)
     computed = {"fp32": 4, "bf16": 2}[work["compute_dtype"]]
     token_bytes, rounded, tied = computed * n * t, computed == 2, model["tied_embeddings"]
     adapters: int = work.get("adapter_parameters", 0)
     repeats, mean_repeats = work.get("repeats", 0), work.get("mean_repeats", 0.0)
-    maps, ranked = (7, 7 * d + 2 * h + 2 * k + 3 * f) if e == 1 else (4, 4 * d + 2 * h + 2 * k)
-    values = (11 if rounded else 6) * d + 2 * h + 2 * k + 4 * f * model["experts_active"]
+    maps, ranked = 4, 4 * d + 2 * h + 2 * k
+    if mapped:
+        maps, ranked = maps + blocks, ranked + blocks * (d + mapped)
+    values = (8 + blocks if rounded else 6) * d + 2 * h + 2 * k + 2 * (blocks - 1) * active
     if adapters:
         values += -(-maps * adapters // (ranked * (1 + repeats))) - 2 * d
     layer_bytes: int = token_bytes * values
     checkpointing = work["activation_checkpointing"]
-    linear_parameters = attention + (3 * d * f if e == 1 else 0)
+    linear_parameters = attention + blocks * d * mapped
     ends: int = (v if model["tied_embeddings"] else 2 * v) * d + d
     bridges: int = work.get("bridge_parameters", 0)
     bridge_rank = work.get("bridge_rank", 0)
@@ -88,10 +92,10 @@ def costs(plan: Json) -> Costs:
         return total
 
     def work_of_layer() -> int:
-        work = token_bytes * (3 * f * model["experts_active"] + d) + checkpointing * layer_bytes
-        largest, whole = d * f, linear_parameters
+        work = token_bytes * (blocks * active + d) + checkpointing * layer_bytes
+        largest, whole = d * max(f, mapped), linear_parameters
         if adapters:
-            largest, whole = -(-adapters // ranked) * max(d, h, f if e == 1 else 0), adapters
+            largest, whole = -(-adapters // ranked) * max(d, h, mapped), adapters
         if rounded and checkpointing:
             return int(work + 2 * whole + 6 * largest)
         return int(work + computed * largest)
