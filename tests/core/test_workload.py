@@ -50,6 +50,48 @@ def test_mixture_of_experts_counts_all_weights_but_only_active_work(tmp_path: Pa
     assert 1.7 < mixtral.layer_flops(1024) / dense.layer_flops(1024) < 2
 
 
+def test_blocks_without_a_gate_and_shared_experts_count_as_they_are() -> None:
+    """As transformers has them: `tests/model/test_architectures.py` compares all kinds."""
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "vocab_size": 99,
+    }
+    attention, norms = 4 * 64 * 64, 2 * 64
+
+    def shape(kind: str, **others: int) -> ModelShape:
+        return ModelShape.from_config({"model_type": kind, **sizes, **others}, kind)
+
+    assert shape("llama").layer_parameters == attention + 3 * 64 * 256 + norms
+    assert shape("starcoder2").layer_parameters == attention + 2 * 64 * 256 + norms
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    mixture = attention + 3 * 64 * 32 * 8 + 64 * 8 + norms
+    assert shape("qwen3_moe", **experts).layer_parameters == mixture
+    for said in ({"shared_expert_intermediate_size": 96}, {"n_shared_experts": 3}):
+        found = shape("qwen2_moe", **experts, **said)
+        assert found.layer_parameters == mixture + 3 * 64 * 96
+        assert found.linear_maps == 7
+        assert found.layer_flops(16) == 2 * 16 * (attention + 3 * 64 * (2 * 32 + 96)) + 2 * 16 * 16 * 64
+        assert ModelShape.from_json(found.to_json(), "model") == found
+    assert "gated" not in shape("llama").to_json()
+
+
+def test_a_model_that_reads_more_than_text_says_itself_what_it_ties(tmp_path: Path) -> None:
+    text = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "vocab_size": 99,
+    }
+    for whole, of_text, tied in ((True, False, True), (False, True, False), (None, True, True), (None, None, False)):
+        said = {"tie_word_embeddings": whole, "text_config": text | {"tie_word_embeddings": of_text}}
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert model_named(str(tmp_path)).tied_embeddings == tied
+
+
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [

@@ -92,6 +92,17 @@ def test_stages_give_the_logits_of_transformers_at_once_and_with_a_cache(kind: s
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
 
 
+OTHERWISE_SHAPED = {*WITH_LATENT_KEYS, "afmoe", "gpt_oss", "laguna", "mimo_v2_flash", "qwen2_moe", "ernie4_5_moe"}
+"""Kinds whose attention is not four matrices, whose shared experts have a gate, or whose experts have biases."""
+
+
+@pytest.mark.parametrize("kind", sorted(TESTED - OTHERWISE_SHAPED))
+def test_plans_count_the_matrices_of_layers(kind: str) -> None:
+    spec = ModelSpec(config_of(kind), seed=3)
+    matrices = sum(each.numel() for each in spec.layer(spec.layers - 1).parameters() if each.ndim > 1)
+    assert spec.shape.layer_parameters - 2 * spec.shape.hidden == matrices
+
+
 @every_kind
 def test_gradients_are_those_of_the_whole_model(kind: str) -> None:
     """Without dropout, which some configurations ask for."""

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 from skippipe import workload
-from skippipe.model.model_spec import ModelSpec, llama_config
+from skippipe.model.model_spec import ModelSpec, config_from, llama_config
 from skippipe.model.stage import StageModel
 from skippipe.model.stage_step import StageStep, TeacherHidden
 from skippipe.model.stand_ins import StagePlace
@@ -27,11 +27,15 @@ SHAPE = ModelShape("small", 2, 64, 4, 2, 16, 192, 512)
 SHAPES = [SHAPE, ModelShape("deep", 3, 32, 4, 4, 8, 256, 256), replace(SHAPE, tied_embeddings=True)]
 TINY = ModelShape("tiny", 2, 32, 2, 1, 16, 64, 128)
 """For what has nothing to do with sizes: some processors take long for bf16."""
+WITHOUT_GATE = replace(SHAPE, name="without a gate", gated=False)
 KEY = (0, 0)
 
 
 def stage_of(shape: ModelShape, work: Workload | None = None, **options: Any) -> StageStep:
-    spec = ModelSpec(llama_config(shape), seed=0)
+    config: Any = llama_config(shape)
+    if not shape.gated:
+        config = config_from(config.to_dict() | {"model_type": "arcee", "hidden_act": "relu2"})
+    spec = ModelSpec(config, seed=0)
     if work is not None:
         options = {"compute_dtype": work.compute_dtype, "recompute": work.activation_checkpointing, **options}
     return StageStep(spec, range(shape.layers), OptimConfig(), ends=True, **options)
@@ -65,7 +69,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], WITHOUT_GATE], ids=lambda shape: shape.name)
 def test_what_a_microbatch_keeps_is_counted(shape: ModelShape, compute_dtype: str, checkpointing: bool) -> None:
     work = workload_of(shape, compute_dtype, checkpointing)
     step, (hidden, _) = stage_of(shape, work), drawn(work)
