@@ -23,7 +23,6 @@ from skippipe.runtime.fencing import Incarnation, stamp_of
 from skippipe.runtime.message_json import control_of, stamped
 from skippipe.runtime.messages import Hello, RelayGrant, Stop
 from skippipe.runtime.relay_pool import RELAY_HELLO_S
-from skippipe.transport.addresses import SLOW_HANDSHAKE_S
 from skippipe.transport.enrolment import AdmissionClient, Call, Called, NoConversation
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
@@ -31,7 +30,6 @@ from skippipe.transport.message import Received
 from skippipe.transport.relay import Relay, RelayLoad
 from skippipe.transport.token_gate import HEX_TOKEN, TOKEN_BYTES
 
-RETRY_S = 2.0  # from one attempt to reach a coordinator to the next, which ends the former, if nothing answers there
 REFUSED_S = 15.0  # for a coordinator that has just started to let this relay in
 POLL_S = 0.2
 CALL_BACK_S = 8.0  # for the coordinator to try to connect to this relay
@@ -101,7 +99,7 @@ class RelayAgent:
                 self._hello_at = now
                 asking = partial(self._ask_to_be_called, self._coordinator, tell)
                 threading.Thread(target=asking, name="is it reached", daemon=True).start()
-        elif now >= self._dialled_at + (SLOW_HANDSHAKE_S if THE_COORDINATOR in self._mailbox.answered else RETRY_S):
+        elif self._mailbox.attempt_is_over(THE_COORDINATOR, self._dialled_at):
             self._secret, self._dialled_at = b"", now
             self._coordinator = next(self._addresses)
             self._mailbox.connect(THE_COORDINATOR, self._coordinator, self._public)

@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -111,6 +111,8 @@ class Runner:
         """Do all runs that are not done yet, and that no other process is doing; but none that would not be over in
         time, by what those before it took. One that fails is reported, and the others go on; UserError in the end,
         which names those that failed."""
+        if self._models:
+            self._check_folders()
         failed: list[str] = []
         runs = deque(self.study.runs)
         refused = 0  # one after another, for want of weights that other processes are training
@@ -141,9 +143,17 @@ class Runner:
         if failed:
             raise UserError(f"not all runs could be done: {'; '.join(failed)}")
 
+    def _folder(self, run: StudyRun) -> str:
+        return f"{self.study.name}-{run.variant.name}-{run.seed}".replace("/", "-")
+
+    def _check_folders(self) -> None:
+        names = Counter(map(self._folder, self.study.runs))
+        both = next((name for name, number in names.items() if number > 1), None)
+        if both is not None:
+            raise UserError(f"--models: several runs would be kept in one folder, '{both}': give variants other names")
+
     def _do(self, run: StudyRun) -> None:
-        name = f"{self.study.name}-{run.variant.name}-{run.seed}".replace("/", "-")
-        kept = self._models and self._models / name
+        kept = self._models and self._models / self._folder(run)
         if kept:
             check_empty(kept)
         result = self.one(run)

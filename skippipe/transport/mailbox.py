@@ -37,7 +37,7 @@ import zmq
 from skippipe.codecs import EncodedTensor
 from skippipe.errors import UserError
 from skippipe.transport import aead
-from skippipe.transport.addresses import LEAST_LINGER_S, OUT_ONLY, is_loopback, split_all
+from skippipe.transport.addresses import LEAST_LINGER_S, OUT_ONLY, SLOW_HANDSHAKE_S, is_loopback, split_all
 from skippipe.transport.callbacks import Callbacks, CallRequest
 from skippipe.transport.fast_path import LARGE_BYTES
 from skippipe.transport.keys import KeyPair, check_key
@@ -49,6 +49,7 @@ __all__ = ["OUT_ONLY", "LossReason", "Lost", "Mailbox", "NotConnected", "QueueFu
 
 Security: TypeAlias = Literal["curve", "none"]
 
+ATTEMPT_S = 2.0  # for an attempt to connect, until something answers
 PIECE_BYTES = 2**20
 IO_THREADS = 2  # share the connections and do the encryption: one alone would do it all in turn
 MOST_SOCKETS = 2**14  # of ZeroMQ; a connection takes three, with a fast path each way seven; two more if watched
@@ -166,6 +167,11 @@ class Mailbox:
     def answered(self) -> frozenset[str]:
         """Peers at whose addresses a machine has answered, connected or not."""
         return frozenset(peer for peer, outgoing in self._outgoing.items() if outgoing.answered)
+
+    def attempt_is_over(self, peer: str, began: float) -> bool:
+        """Whether it is time to connect to this peer anew: the last attempt, which that ends, began then by
+        `time.monotonic`."""
+        return time.monotonic() > began + (SLOW_HANDSHAKE_S if peer in self.answered else ATTEMPT_S)
 
     @property
     def on_fast_path(self) -> frozenset[str]:

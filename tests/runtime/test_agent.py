@@ -14,10 +14,10 @@ import pytest
 from skippipe.runtime.fencing import stamp_of
 from skippipe.runtime.message_json import stamped
 from skippipe.runtime.messages import Stop
-from skippipe.runtime.node import agent as agent_module
 from skippipe.runtime.node.agent import NodeAgent
 from skippipe.runtime.node.interfaces import JoinConfig
 from skippipe.transport import addresses, sender
+from skippipe.transport import mailbox as mailbox_module
 from skippipe.transport.addresses import free_port, join_address
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import Mailbox
@@ -75,7 +75,7 @@ def test_a_coordinator_that_is_held_up_is_waited_for(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(addresses, "HANDSHAKE_BEGUN_S", 0.2)
     monkeypatch.setattr(sender, "HANDSHAKE_S", 0.2)
     monkeypatch.setattr(sender, "DIAL_AGAIN_S", 0.1)
-    monkeypatch.setattr(agent_module, "RETRY_S", 5.0)
+    monkeypatch.setattr(mailbox_module, "ATTEMPT_S", 5.0)
     seen: list[sender.LossReason] = []
     poll = sender.Sender.poll
 
@@ -99,7 +99,7 @@ def test_a_coordinator_that_is_held_up_is_waited_for(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("others", ["", ",127.0.0.1:1"])
 def test_a_handshake_over_a_slow_link_is_waited_for(monkeypatch: pytest.MonkeyPatch, others: str) -> None:
     """At first, and when the node was cut off: each attempt ends the one before it."""
-    monkeypatch.setattr(agent_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(mailbox_module, "ATTEMPT_S", 0.1)
     with closing(coordinator("127.0.0.1:0")) as box:
         wire = Wire(lambda: box.address)
         wire.times = SLOW_TIMES
@@ -125,7 +125,7 @@ def test_a_coordinator_that_ends_in_a_handshake_is_waited_for() -> None:
 
 def test_a_coordinator_that_comes_back_and_refuses_the_node_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The node was revoked while the coordinator was away."""
-    monkeypatch.setattr(agent_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(mailbox_module, "ATTEMPT_S", 0.1)
     with closing(coordinator("127.0.0.1:0")) as box:
         node, where = Joining(box.address), box.address
         deadline = time.monotonic() + WITHIN_S

@@ -23,6 +23,7 @@ from skippipe.runtime.messages import CallBack, CallFailed, ControlMessage, Hell
 from skippipe.runtime.relay import RelayAgent, load_line
 from skippipe.runtime.relay_pool import RELAY_SILENT_S, SAME_ATTEMPT_S, RelayInfo, RelayPool
 from skippipe.runtime.rendezvous import Rendezvous
+from skippipe.transport import mailbox as mailbox_module
 from skippipe.transport.addresses import free_port
 from skippipe.transport.admission import AdmissionServer
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair, PeerList
@@ -255,7 +256,7 @@ def test_a_relay_that_cannot_be_reached_is_told_so(tmp_path: Path) -> None:
 
 def test_a_relay_waits_for_a_handshake_over_a_slow_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each attempt ends the one before it."""
-    monkeypatch.setattr(relay_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(mailbox_module, "ATTEMPT_S", 0.1)
     monkeypatch.setattr(relay_module, "POLL_S", 0.05)
     with ExitStack() as stack:
         run = Run(stack)
@@ -269,7 +270,7 @@ def test_a_relay_waits_for_a_handshake_over_a_slow_link(monkeypatch: pytest.Monk
 def test_a_relay_whose_key_is_refused_ends(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not at once: a coordinator that has just started may not have read the list of members."""
     monkeypatch.setattr(relay_module, "REFUSED_S", 0.3)
-    monkeypatch.setattr(relay_module, "RETRY_S", 0.1)
+    monkeypatch.setattr(mailbox_module, "ATTEMPT_S", 0.1)
     run.start_relay()
     run.until(lambda: run.ended)
     assert "refuses this relay: its key is not on the list of members" in run.ended[0]

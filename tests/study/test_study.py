@@ -283,6 +283,15 @@ def study_file(tmp_path: Path) -> Path:
     return file
 
 
+def test_models_of_different_runs_are_not_kept_in_one_folder(study_file: Path, tmp_path: Path) -> None:
+    study = load_study(study_file)
+    full, *_ = study.variant
+    study = replace(study, variant=[replace(full, name="skipping 1/3"), replace(full, name="skipping 1-3")])
+    runner = Runner(study, tmp_path / "results.jsonl", StudyDevice(), lambda *_: None, tmp_path / "models")
+    with pytest.raises(UserError, match="would be kept in one folder, 'small-skipping 1-3-0'"):
+        runner.run()
+
+
 def test_runs_are_done_once_and_give_the_same_again(study_file: Path, tmp_path: Path) -> None:
     study = load_study(study_file)
     results = tmp_path / "results.jsonl"

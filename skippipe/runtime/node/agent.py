@@ -47,7 +47,6 @@ from skippipe.runtime.node.copies import Outbox
 from skippipe.runtime.node.interfaces import TRAINING, JoinConfig, Role, Roles, StateMachine
 from skippipe.runtime.node.ops import OpThreads
 from skippipe.runtime.node.peer_links import PeerLinks
-from skippipe.transport.addresses import SLOW_HANDSHAKE_S
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.link_emulation import DelayQueue, LinkEmulator, UploadPacer
 from skippipe.transport.mailbox import OUT_ONLY, LossReason, Mailbox, NotConnected, QueueFull
@@ -60,7 +59,6 @@ LAST_OP_S = 10.0  # for a pass that is being computed when the node ends
 FIRST_HEARTBEAT_S = 1.0  # the heartbeat until the coordinator sends its own: a node with no stage must not seem silent
 CALLBACK_S = 5.0  # for the coordinator to reach a node at the address that it announces
 WRONG_KEY = 3  # handshakes that the program at the coordinator's address ends in a row: once, it may have ended itself
-RETRY_S = 2.0  # from one attempt to reach the coordinator to the next, which ends the former, if nothing answers there
 LARGEST_BYTES = 2**33  # of a message: half of a stage's gradient, which two nodes of a ring send each other
 
 
@@ -238,8 +236,7 @@ class NodeAgent:
         self._dialled_at = time.monotonic()
 
     def _answers_late(self) -> bool:
-        answered = THE_COORDINATOR in self._mailbox.answered
-        return time.monotonic() > self._dialled_at + (SLOW_HANDSHAKE_S if answered else RETRY_S)
+        return self._mailbox.attempt_is_over(THE_COORDINATOR, self._dialled_at)
 
     def _wait_for_welcome(self) -> Welcome:
         timeout_s, where = self._join_config.coordinator_timeout.total_seconds(), self._join_config.coordinator
