@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,28 @@ from skippipe.value_ranges import LAYERS, WIDTH, Range, check_ranges, range_of
 
 PLAIN_MLP = frozenset(("arcee", "jais2", "nemotron", "starcoder2"))
 """Kinds of models whose feed-forward blocks have no gate: two matrices instead of three."""
+TIED = frozenset(
+    (
+        *(
+            "cohere",
+            "cohere2",
+            "cohere2_moe",
+            "ernie4_5",
+            "ernie4_5_moe",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "granite_swa",
+        ),
+        *("smollm3", "starcoder2", "vaultgemma", "youtu"),
+    )
+)
+"""Kinds of models whose embedding and head are one matrix unless the configuration says otherwise."""
 UNSAID = {"gated": True, "shared_intermediate": 0}
 """What a model has in files of versions that did not write it."""
+HUNYUAN = "hunyuan_v1_moe"
+"""A kind whose experts are as wide as a dense block, and so is what they share, whatever else its configuration has."""
+ACTIVE_FIELDS = ("num_experts_per_tok", "moe_k", "moe_topk")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 """What a name on the Hugging Face hub looks like; so do some paths."""
 
@@ -156,34 +177,24 @@ class ModelShape:
         if not isinstance(config, dict):
             raise UserError(f"{place}: expected a Hugging Face configuration object")
 
-        def size(ours: str, *names: str, default: int | None = None) -> int:
-            for name in names:
-                if config.get(name) is not None:
-                    return Fields(config, place).integer(name, range_of(cls, ours))
-            if default is None:
-                known = " and no ".join(names)
-                raise UserError(f"{place}: there is no {known}; is this a decoder-only model's config?")
-            return default
-
-        def shared() -> int:
-            """Models say how wide what experts share is, or how many experts' widths that is; one does not say it."""
-            said = ("shared_expert_intermediate_size", "shared_intermediate_size")
-            number = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-            if kind == "hunyuan_v1_moe":
-                return intermediate
-            if any(config.get(name) is not None for name in said):
-                return size("shared_intermediate", *said)
-            return intermediate * size("shared_intermediate", *number, default=0)
-
-        heads = size("heads", "num_attention_heads")
-        hidden = size("hidden", "hidden_size")
+        kind = str(config.get("model_type") or "model")
+        size = partial(_size, config, place)
+        heads, hidden = size("heads", "num_attention_heads"), size("hidden", "hidden_size")
         experts = size("experts", "num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", default=1)
-        tied = config.get("tie_word_embeddings") or False
+        tied = config.get("tie_word_embeddings")
+        tied = kind in TIED if tied is None else tied
         if not isinstance(tied, bool):
             raise UserError(f"{place}.tie_word_embeddings: expected true or false, found {tied!r}")
-        width = ("moe_intermediate_size", "intermediate_size") if experts > 1 else ("intermediate_size",)
-        intermediate = size("intermediate", *width)
-        kind = str(config.get("model_type") or "model")
+        of_experts = experts > 1 and kind != HUNYUAN
+        intermediate = size("intermediate", *("moe_intermediate_size",) * of_experts, "intermediate_size")
+        shared = 0
+        if kind == HUNYUAN and experts > 1:
+            shared = intermediate
+        elif experts > 1:
+            number = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+            width = ("shared_expert_intermediate_size", "shared_intermediate_size")
+            shared = size("shared_intermediate", *number, default=0) * intermediate
+            shared = size("shared_intermediate", *width, default=shared)
         return cls(
             name=kind,
             layers=size("layers", "num_hidden_layers"),
@@ -195,10 +206,25 @@ class ModelShape:
             vocab=size("vocab", "vocab_size"),
             tied_embeddings=tied,
             experts=experts,
-            experts_active=size("experts_active", "num_experts_per_tok", "moe_k", default=1) if experts > 1 else 1,
+            experts_active=size("experts_active", *ACTIVE_FIELDS, default=1) if experts > 1 else 1,
             gated=kind not in PLAIN_MLP,
-            shared_intermediate=shared() if experts > 1 else 0,
+            shared_intermediate=shared,
         )
+
+
+def _size(config: dict[str, Any], place: str, ours: str, *names: str, default: int | None = None) -> int:
+    """The first of these fields that a configuration has. A list with one and the same number for all layers counts as
+    that number."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]
+        if value is not None:
+            return Fields({name: value}, place).integer(name, range_of(ModelShape, ours))
+    if default is None:
+        known = " and no ".join(names)
+        raise UserError(f"{place}: there is no {known}; is this a decoder-only model's config?")
+    return default
 
 
 MODELS = {

@@ -188,14 +188,13 @@ def _node_config(
     job: JobConfig, names: tuple[str, ...], transfer_s: float, heartbeat_s: float | None
 ) -> ProfilingConfig:
     from skippipe.model.model_spec import ModelSpec, config_named
-    from skippipe.model_shape import model_named
     from skippipe.profiling.estimators import ProbeSettings
     from skippipe.profiling.node import ProfilingConfig
     from skippipe.workload import Workload
 
     spec = ModelSpec(config_named(job.model.config, layers=job.model.layers))
     workload = Workload(
-        replace(model_named(job.model.config), layers=spec.layers),
+        spec.shape,
         sequence_tokens=job.batch.sequence,
         samples_per_microbatch=job.batch.samples,
         compute_dtype=job.compute.dtype,

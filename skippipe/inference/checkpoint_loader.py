@@ -192,6 +192,7 @@ def read_outline(checkpoint: Path, cut: str | None = None, *, stand_ins: bool = 
         config, known = config_named(str(place.resolve())), exported_layers(weight_map_of(place))
         trained = StandInsInfo(known)
     spec, info = ModelSpec(config), None
+    known = known if sum(known) == spec.layers else ()  # there may be layers that only predict further tokens
     if stand_ins:
         info = trained if trained.bridges or trained.adapters else bridges_info(place, spec.layers)
     known = info.layers if info else known

@@ -18,6 +18,9 @@ ONE_FILE, INDEX, GENERATION = "model.safetensors", "model.safetensors.index.json
 READ_WHOLE = (".json", ".jinja", ".model", ".tiktoken", ".txt")  # how files end that are read into memory at once
 MOST_BYTES = 2**28  # of such a file; the largest tokenizers that are published have an eighth of it
 CODE_FIELD = "auto_map"
+TYING_FIELD = "tie_word_embeddings"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+PROBED_ROWS = 64
 TEXT_FIELDS = ("bos_token_id", "eos_token_id")  # of a configuration, on which no weight depends
 
 
@@ -42,7 +45,41 @@ def check_model_folder(folder: Path) -> None:
 
 def reads_more(place: Path) -> bool:
     """Whether a folder, or a config.json, is of a model that also reads pictures or sound; its text model is a part."""
-    return bool(_fields(place / CONFIG if place.is_dir() else place).get("text_config"))
+    return bool(_config_in(place).get("text_config"))
+
+
+def tying_said(place: Path) -> bool | None:
+    """What the configuration of a folder, or of a model that also reads pictures or sound, says of embedding and head:
+    whether they are one matrix; None: nothing."""
+    config = _config_in(place)
+    parts = [config, config["text_config"]] if isinstance(config.get("text_config"), dict) else [config]
+    said = [each[TYING_FIELD] for each in parts if each.get(TYING_FIELD) is not None]
+    return bool(said[0]) if said else None
+
+
+def has_own_head(place: Path) -> bool:
+    """Whether the weights of a folder have a head that differs from the embedding. Some rows of both tell."""
+    from safetensors import SafetensorError, safe_open  # with torch, which plans do without
+
+    if not place.is_dir():
+        return False
+    files = sorted(set(weight_map_of(place).values())) or [ONE_FILE]
+    rows: dict[str, list[Any]] = {}
+    for file in (place / name for name in files if (place / name).is_file()):
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (it is no dictionary)
+                    if text_name(name) in (EMBEDDING, HEAD):
+                        found = opened.get_slice(name)
+                        starts = [part * max(0, found.get_shape()[0] - PROBED_ROWS) // 3 for part in range(4)]
+                        rows[text_name(name)] = [found[start : start + PROBED_ROWS] for start in starts]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{file}: cannot be read: {error}") from None
+    if rows.keys() != {EMBEDDING, HEAD}:
+        return False
+    return any(
+        ours.shape != theirs.shape or not ours.equal(theirs) for ours, theirs in zip(*rows.values(), strict=True)
+    )
 
 
 def text_name(name: str) -> str:
@@ -72,6 +109,10 @@ def check_plain_name(name: str, place: str) -> None:
     """A file is named in a file beside it: by its name, and not by a way to elsewhere."""
     if not name.isprintable() or not name or Path(name).name != name or name in (".", "..") or "\\" in name:
         raise UserError(f"{place}: '{name}' is not the name of a file in this folder")
+
+
+def _config_in(place: Path) -> dict[str, Any]:
+    return _fields(place / CONFIG if place.is_dir() else place)
 
 
 def _fields(file: Path) -> dict[str, Any]:

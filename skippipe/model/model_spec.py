@@ -25,7 +25,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from skippipe.errors import UserError, first_line
 from skippipe.model.lora import LoraConfig
-from skippipe.model.model_files import CODE_FIELD, check_model_folder, reads_more
+from skippipe.model.model_files import CODE_FIELD, check_model_folder, has_own_head, reads_more, tying_said
 from skippipe.model_shape import MODELS, ModelShape, model_named
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ MASKS: dict[str, Callable[..., Any]] = {
     "full_attention": create_causal_mask,
     "sliding_attention": create_sliding_window_causal_mask,
 }
+LISTS_BY_LAYER = ("intermediate_size", "moe_intermediate_size", "moe_topk", "num_shared_expert")
+"""Other fields that may be lists with a value for each layer."""
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 """The beginning of a weight's name that says which layer it is of."""
 
@@ -78,36 +80,48 @@ def config_named(name: str, vocabulary: int | None = None, layers: int = 0) -> A
             config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # any error of its hundred configurations
             raise UserError(f"model '{name}': {first_line(error)}") from None
-        config = _text_part(config)
+        _check_not_quantised(config, name)
+        config = _text_part(config, tying_said(path))
+        _check_not_quantised(config, name)
+        if config.tie_word_embeddings and has_own_head(path):
+            config.tie_word_embeddings = False  # as in transformers: weights count for more than what is said of them
         config.__dict__.pop(CODE_FIELD, None)  # neither followed nor handed on
-        if quantised := getattr(config, QUANTISED_FIELD, None):
-            how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-            raise UserError(
-                f"model '{name}': its weights are quantised ({QUANTISED_FIELD}: {how}), which is not supported; use "
-                "the model that they were made of"
-            )
         if config.model_type not in TESTED:
             warn_untested(config.model_type)
     if vocabulary is not None:
         config.vocab_size = vocabulary
         for token in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if (getattr(config, token, None) or 0) >= vocabulary:
+            found = getattr(config, token, None)
+            if any((each or 0) >= vocabulary for each in (found if isinstance(found, list) else [found])):
                 setattr(config, token, None)
     return _with_layers(config, layers, name) if layers not in (0, config.num_hidden_layers) else config
 
 
-def _text_part(config: Any) -> Any:
-    """Of a model that also reads pictures or sound: the configuration of what reads and writes text."""
+def _check_not_quantised(config: Any, name: str) -> None:
+    if quantised := getattr(config, QUANTISED_FIELD, None):
+        how = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise UserError(
+            f"model '{name}': its weights are quantised ({QUANTISED_FIELD}: {how}), which is not supported; use "
+            "the model that they were made of"
+        )
+
+
+def _text_part(config: Any, tied: bool | None) -> Any:
+    """Of a model that also reads pictures or sound: the configuration of what reads and writes text. `tied`: what its
+    file says of embedding and head; None: nothing, and then the text model is as such models are."""
     text = getattr(config, "text_config", None)
     if text is None:
         return config
+    if not hasattr(text, "model_type"):
+        raise UserError(f"a {config.model_type} configuration whose text_config is none of a model")
     if text.model_type not in TESTED:
         raise UserError(
             f"a {config.model_type} model reads more than text, and its text model ({text.model_type}) is not among "
             f"those that were tested: stages are made of models like {EXAMPLES}"
         )
     _warn_of_parts(config.model_type, text.model_type)
-    text.tie_word_embeddings = config.tie_word_embeddings
+    if tied is not None:
+        text.tie_word_embeddings = tied
     return text
 
 
@@ -126,7 +140,7 @@ def _with_layers(config: Any, layers: int, name: str) -> Any:
     fields = config.to_dict()
     there = fields["num_hidden_layers"]
     for field, value in fields.items():
-        if "layer" not in field or not isinstance(value, list) or len(value) != there:
+        if not isinstance(value, list) or len(value) != there or not ("layer" in field or field in LISTS_BY_LAYER):
             continue
         kinds = {str(kind) for kind in value}
         if len(kinds) > 1:
@@ -190,7 +204,7 @@ class ModelSpec:
         try:
             with torch.device("meta"):
                 self.skeleton: Any = _Language.from_config(config, trust_remote_code=False)
-        except (ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # any error of its hundred models
             raise UserError(f"transformers makes no language model of this: {first_line(error)}") from None
         self._base: Any = getattr(self.skeleton, self.skeleton.base_model_prefix, None)
         for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
@@ -222,6 +236,8 @@ class ModelSpec:
                 f"a {config.model_type} model scales its embeddings or logits ({', '.join(scales)}), and is not among "
                 f"those that were tested: stages are made of models like {EXAMPLES}"
             )
+        if kinds := sorted({self.mask_kind(layer) for layer in range(self.layers)} - MASKS.keys()):
+            raise UserError(f"layers of the kind '{kinds[0]}' are not supported; {', '.join(MASKS)} are")
         state = self.skeleton.state_dict(keep_vars=True)
         values = {name.rpartition(".")[2] for name, each in state.items() if not isinstance(each, nn.Parameter)}
         _ = self.router  # UserError if it has several
@@ -333,8 +349,6 @@ class ModelSpec:
 
     def mask(self, kind: str, hidden: Tensor, positions: Tensor) -> Tensor | None:
         """The attention mask of a kind; None where the kernel's own causal mask is enough."""
-        if kind not in MASKS:
-            raise UserError(f"layers of the kind '{kind}' are not supported; {', '.join(MASKS)} are")
         mask: Tensor | None = MASKS[kind](
             config=self.config,
             inputs_embeds=hidden,
@@ -360,7 +374,7 @@ class ModelSpec:
 
     @property
     def experts_active(self) -> int:
-        return int(self.config.num_experts_per_tok)
+        return self.shape.experts_active
 
     @property
     def balance_weight(self) -> float:

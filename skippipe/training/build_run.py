@@ -154,6 +154,7 @@ class RunSetup(RunOptions):
             deadlines=Deadlines(
                 iteration=max(Deadlines.iteration, ITERATION_TIMEOUT_FACTOR * promised),
                 heartbeat=timedelta(seconds=survive.heartbeat_s),
+                join=timedelta(seconds=survive.join_s),
             ),
             recovery=RecoverySettings(
                 lost_stage=survive.lost_stage,
@@ -298,14 +299,15 @@ def build_run(
 
 
 def warn_uncounted(spec: ModelSpec) -> None:
-    """Warn of a model with much that plans do not count."""
+    """Warn of a model that plans count otherwise than it is."""
     there, counted = spec.parameters, spec.shape.parameters
-    if there > UNCOUNTED * counted:
+    if max(there, counted) > UNCOUNTED * min(there, counted):
         log.warning(
-            "plans count %.3g of the model's %.3g million parameters, as if its layers were those of Llama or Mixtral "
-            "(no shared experts, say): nodes need more memory than planned",
+            "plans count %.3g million parameters where the model has %.3g, as if all its layers were alike, and those "
+            "of Llama or Mixtral: nodes need %s memory than planned",
             counted / 1e6,
             there / 1e6,
+            "more" if there > counted else "less",
         )
     if spec.holds_scores:
         log.warning(

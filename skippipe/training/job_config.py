@@ -210,6 +210,9 @@ class CheckpointConfig:
 class RecoveryConfig:
     heartbeat_s: Annotated[float, HEARTBEAT_S] = TIMEOUT_S
     """Seconds without a heartbeat after which a node is declared dead."""
+    join_s: Annotated[float, Range(0, 31_536_000)] = 600.0
+    """Seconds to wait for all nodes of the plan; then training begins with those that are there, if they are as many as
+    there are stages, and the others may come later."""
     restarts: Annotated[int, Range(0, 10**6)] = 3
     """How often the launcher restarts a node of this machine that ends too early."""
     lost_stage: Literal["checkpoint", "neighbours"] = "checkpoint"

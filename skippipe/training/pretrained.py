@@ -32,7 +32,7 @@ from skippipe.model.model_files import CONFIG, GENERATION, TOKENIZER
 from skippipe.model.model_spec import ModelSpec, config_named
 from skippipe.model.stage import StageModel, layer_ranges
 from skippipe.model.stand_ins import trained_bridges
-from skippipe.model_shape import HUB_NAME, model_named
+from skippipe.model_shape import HUB_NAME
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot
 from skippipe.training.depth_growth import differences, donor_layers, donor_name
@@ -91,7 +91,7 @@ def _with_stand_ins(job: JobConfig, folder: Path) -> JobConfig:
 
 def stand_ins_in(folder: Path) -> StandInsInfo:
     """The bridges and adapters beside a model that is to be healed; UserError unless nodes can train them."""
-    info, file = bridges_info(folder, model_named(str(folder)).layers), folder / BRIDGES_FILE
+    info, file = bridges_info(folder, config_named(str(folder)).num_hidden_layers), folder / BRIDGES_FILE
     how = f"'skippipe heal {folder} --data TEXT --tokens 0 -o FOLDER' makes a folder with what there is to train"
     if info is None:
         raise UserError(f"recipe.heal: there is no {file}; {how}")

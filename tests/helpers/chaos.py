@@ -144,7 +144,9 @@ class RunSetup:
             learning=OptimConfig(rate=3e-3, warmup=2),
             transport=transport,
             checkpoint=CheckpointConfig(every=kept_every),
-            survive=RecoveryConfig(heartbeat_s, 0 if listen else RESTARTS, lost_stage, planning_s=0.05),
+            survive=RecoveryConfig(
+                heartbeat_s, restarts=0 if listen else RESTARTS, lost_stage=lost_stage, planning_s=0.05
+            ),
             report=ReportConfig(recorded=0),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
@@ -119,6 +119,8 @@ class Scenario:
     """Iterations from one copy of what only stage 0 holds to the next; 0: none."""
     validated_every: int = 0
     """Iterations from one evaluation of held-out samples to the next; 0: none."""
+    late: Mapping[int, float | None] = field(default_factory=dict)
+    """As in `VirtualCluster`."""
 
     def __str__(self) -> str:
         nodes = ", ".join(f"{list(stage.ring)} ({stage.averaging.kind})" for stage in self.plan.stages)
@@ -132,6 +134,8 @@ class Scenario:
         about += f", a drift of {self.drift:g}" * bool(self.drift)
         about += f", skip {self.recipe.skip}" * bool(self.recipe.phases)
         about += f", taught by {self.plan.workload.teacher}" * bool(self.plan.workload.teacher)
+        when = (f"{node} {'never' if at is None else f'after {at:g} s'}" for node, at in self.late.items())
+        about += f", nodes that come late: {', '.join(when)}" * bool(self.late)
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))
 
 
@@ -173,7 +177,19 @@ def scenario(seed: int) -> Scenario:
     if random.random() < 0.1:
         accuser = accuse(random.choice(sorted(plan.stage_of))).at(random.randrange(iterations))
         faults.append(accuser.back_after(random.choice([3.0, 40.0, 400.0])))
-    return with_teacher(replace(found, faults=tuple(faults)), Random(f"teacher {seed}"))
+    return with_teacher(
+        replace(found, faults=tuple(faults), late=late(plan, Random(f"late {seed}"))), Random(f"teacher {seed}")
+    )
+
+
+def late(plan: Plan, random: Random) -> dict[int, float | None]:
+    """One time in five, some nodes are not there at the start, but as many as there are stages."""
+    nodes = sorted(plan.stage_of)
+    spare = len(nodes) - len(plan.stages)
+    if not spare or random.random() < 0.8:
+        return {}
+    chosen = random.sample(nodes, random.randint(1, spare))
+    return {node: random.choice([None, 5.0, 599.0, 601.0, 630.0]) for node in chosen}
 
 
 def with_teacher(what: Scenario, random: Random) -> Scenario:

@@ -194,6 +194,7 @@ def staged(what: Scenario) -> Played:
         {node: Counting(node, what.plan) for node in what.plan.stage_of},
         disturb=disturb if what.uneven else lambda duration_ns: duration_ns,
         faults=what.faults,
+        late=what.late,
         checkpoint_store=store,
         callback=recorder,
         builder=Counting,

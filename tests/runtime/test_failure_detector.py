@@ -217,8 +217,9 @@ def test_of_two_that_cannot_average_the_one_is_evicted_that_others_report_too() 
 )
 def test_a_deadline_that_passes_names_the_awaited_nodes(state: CoordinatorState) -> None:
     env = RecordingEnv()
-    deadlines = Deadlines(*(timedelta(seconds=7) for _ in range(4)))
-    recovery = RecoverySettings(fault_tolerant=state is not CoordinatorState.PREPARING)
+    deadlines = Deadlines(*(timedelta(seconds=7) for _ in range(5)))
+    starting = (CoordinatorState.JOINING, CoordinatorState.PREPARING)
+    recovery = RecoverySettings(fault_tolerant=state not in starting)
     coordinator = new_coordinator(env, 1, deadlines=deadlines, recovery=recovery)
     harness = CoordinatorHarness(coordinator, env)
     answers: list[Callable[[int], ControlMessage]] = [
@@ -241,6 +242,52 @@ def test_a_deadline_that_passes_names_the_awaited_nodes(state: CoordinatorState)
     harness.wait(0.1)
     names = "n0" if state is CoordinatorState.GATHERING else "n2, n4"
     assert coordinator.failure == f"waited 7 s for {names} {state.value}"
+
+
+def test_training_begins_without_nodes_that_do_not_join_and_takes_them_in_later() -> None:
+    env = RecordingEnv()
+    deadlines = Deadlines(join=timedelta(seconds=30))
+    coordinator = new_coordinator(env, 5, even_plan(), deadlines=deadlines, recovery=AT_ONCE)
+    harness = CoordinatorHarness(coordinator, env)
+    for node in (1, 2):
+        harness.send(node, HELLO)
+    harness.wait(40)
+    assert is_now(coordinator, CoordinatorState.JOINING), "there are fewer nodes than stages"
+    harness.send(4, HELLO)
+    harness.wait(0.1)
+    assert is_now(coordinator, CoordinatorState.PREPARING)
+    assert [(event.kind, event.node, event.text) for event in env.events] == [
+        ("lost", f"n{node}", "waited 40 s for it to join: training begins without it") for node in (0, 3, 5)
+    ]
+    for node in (1, 2, 4):
+        harness.send(node, Ready())
+    assert_goes_on(harness, 0, 3, 5)
+    harness.send(3, HELLO)
+    assert 3 in coordinator.membership
+
+
+def test_a_stage_that_no_node_has_joined_for_gets_another() -> None:
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 5, even_plan(), deadlines=Deadlines(join=timedelta(0)), recovery=AT_ONCE)
+    harness = CoordinatorHarness(coordinator, env)
+    for node in (0, 1, 2):
+        harness.send(node, HELLO)
+    harness.wait(0.1)
+    for node in (0, 1, 2):
+        harness.send(node, Ready())
+    (moved,) = coordinator.membership.in_state(MemberState.BUILDING)
+    assert (moved in (0, 1), coordinator.membership[moved].stage) == (True, 2)
+    harness.send(moved, Ready())
+    assert_goes_on(harness, 3, 4, 5)
+
+
+def test_fewer_nodes_than_stages_are_named_in_the_end() -> None:
+    env = RecordingEnv()
+    coordinator = new_coordinator(env, 5, even_plan(), deadlines=Deadlines(timedelta(0), timedelta(seconds=50)))
+    harness = CoordinatorHarness(coordinator, env)
+    harness.send(0, HELLO)
+    harness.wait(50)
+    assert coordinator.failure == "waited 50 s for n1, n2, n3, n4, n5 to join"
 
 
 def test_an_iteration_that_times_out_starts_over_once_and_then_the_run_fails() -> None:

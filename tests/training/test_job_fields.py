@@ -153,6 +153,7 @@ FIELDS: dict[str, Any] = {
     "validation.samples": Change(7, HELD_OUT, HELD_OUT),
     "validation.patience": Change(2, HELD_OUT, HELD_OUT),
     "survive.heartbeat_s": Change(9.0),
+    "survive.join_s": Change(60.0),
     "survive.restarts": Change(1),
     "survive.lost_stage": Change("neighbours"),
     "survive.backup_every": Change(5),

@@ -106,11 +106,13 @@ def test_a_run_that_is_over_is_refused_before_text_is_read(tmp_path: Path, monke
 
 
 def test_parameters_that_plans_do_not_count_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    for shared in (1, 48):
-        mixture = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": shared}
-        warn_uncounted(ModelSpec(AutoConfig.for_model("qwen2_moe", **SIZES, **mixture)))
+    mixture = {"num_experts": 4, "moe_intermediate_size": 24}
+    for dense_layers in ([], [0]):
+        config = AutoConfig.for_model("qwen2_moe", **SIZES, **mixture, mlp_only_layers=dense_layers)
+        config.shared_expert_intermediate_size = 48
+        warn_uncounted(ModelSpec(config))
     warn_uncounted(ModelSpec(AutoConfig.for_model("gemma2", **SIZES)))
     assert [record.getMessage()[:48] for record in caplog.records] == [
-        "plans count 0.0686 of the model's 0.0922 million",
+        "plans count 0.0917 million parameters where the ",
         "the attention of gemma2 models holds the scores ",
     ]

@@ -36,6 +36,9 @@ class FailureContext(Protocol):
     @property
     def is_disk_full(self) -> bool: ...
 
+    @property
+    def may_begin(self) -> bool: ...
+
     def awaited(self) -> list[int]: ...
 
     def node_lost(self, node: int, how: str) -> None: ...
@@ -99,9 +102,11 @@ class FailureDetector:
         """When the coordinator's state has lasted too long."""
         deadlines, state, promised = self._deadlines, self._context.state, self._context.plan.expected
         limit = {
-            CoordinatorState.JOINING: deadlines.join,
+            CoordinatorState.JOINING: deadlines.join
+            if self._context.may_begin
+            else max(deadlines.join, deadlines.enough),
             CoordinatorState.PREPARING: deadlines.ready,
-            CoordinatorState.PAUSED: deadlines.join,
+            CoordinatorState.PAUSED: deadlines.enough,
             CoordinatorState.GATHERING: deadlines.disk_space if self._context.is_disk_full else deadlines.gather,
             CoordinatorState.REJOINING: deadlines.rejoin,
         }.get(state, deadlines.iteration)

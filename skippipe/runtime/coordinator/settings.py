@@ -18,7 +18,9 @@ class Deadlines:
     """How long the coordinator waits in each state before it gives up and names the nodes that it waited for."""
 
     join: timedelta = timedelta(minutes=10)
-    """Time for the last node to join, and in a pause for nodes to take the places of lost ones."""
+    """Time for the last node to join; then training begins without those that are missing."""
+    enough: timedelta = timedelta(minutes=10)
+    """Time for as many nodes to join as there are stages, and in a pause for nodes to take the places of lost ones."""
     ready: timedelta = timedelta(minutes=5)
     """Time for a node to build its stage."""
     iteration: timedelta = timedelta(minutes=10)

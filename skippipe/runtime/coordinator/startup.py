@@ -43,6 +43,12 @@ class Startup:
         nodes = sorted(self.replanner.plan.stage_of)
         return [node for node in nodes if node not in self.membership or self.env.is_called(node)]
 
+    @property
+    def is_enough(self) -> bool:
+        """Are there nodes for all stages, though some of the plan are missing?"""
+        plan, here = self.replanner.plan, list(self.membership)
+        return len(here) >= len(plan.stages) and any(node in plan.stage_of for node in here) and not self._lacks_relay()
+
     def joined(self, node: int, hello: Hello) -> None:
         if self.context.state is CoordinatorState.REJOINING:
             self._hellos[node] = hello
@@ -89,9 +95,19 @@ class Startup:
             self.finish_rejoin()
 
     def _prepare_if_complete(self) -> None:
-        """Once all nodes are connected they build their stages and, if the run is resumed, fetch the checkpoint."""
-        if self.missing or self._lacks_relay():
-            return
+        if not self.missing and not self._lacks_relay():
+            self._prepare()
+
+    def begin_without_missing(self, waited: str) -> None:
+        """Training begins as if nodes that have not joined had been lost; they may still come."""
+        for node in self.missing:
+            if node not in self.membership:
+                why = f"{waited} it {CoordinatorState.JOINING.value}: training begins without it"
+                self.context.log_event("lost", why, node)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Nodes build their stages and, if the run is resumed, fetch the checkpoint."""
         unreachable = self.replanner.plan_around_unreachable(self.commits.current.number)
         if unreachable:
             one, other = unreachable
@@ -105,7 +121,8 @@ class Startup:
         self.replanner.begin(self.commits.current.number)
         for stage in self.replanner.plan.stages:
             for node in stage.nodes:
-                self._build(node)
+                if node in self.membership:
+                    self._build(node)
 
     def rejoined(self, node: int) -> None:
         """A node that was lost is back while others still build: it builds its stage like them. One without a stage may

@@ -141,6 +141,11 @@ class Coordinator:
         return self._commits.current.is_disturbed
 
     @property
+    def may_begin(self) -> bool:
+        """Whether training can begin without the nodes that have not joined: others can hold their stages."""
+        return self.settings.recovery.fault_tolerant and self._startup.is_enough
+
+    @property
     def nodes(self) -> list[int]:
         """Nodes of the plan that average and step."""
         return self._commits.nodes
@@ -347,6 +352,8 @@ class Coordinator:
         unwritten = self._gather.unwritten
         if state is CoordinatorState.REJOINING:
             self._startup.finish_rejoin()
+        elif state is CoordinatorState.JOINING and self.may_begin:
+            self._startup.begin_without_missing(waited)
         elif state is CoordinatorState.TRAINING and fault_tolerant and self._timed_out != self.iteration:
             self._timed_out = self.iteration
             self._commits.restart(f"{waited} {names} {state.value}")

@@ -185,6 +185,8 @@ class VirtualCluster:
     """Makes the executor of a node that was started again, or moved; none: a symbolic one."""
     faults: Sequence[Fault] = ()
     """Faults to inject. Heartbeats are sent only if there are any."""
+    late: Mapping[int, float | None] = field(default_factory=dict)
+    """Node that is not there at the start → seconds until it is; None: it never comes."""
     now_ns: int = 0
     reports: list[IterationReport] = field(default_factory=list)
     validations: list[ValidationReport] = field(default_factory=list)
@@ -212,7 +214,7 @@ class VirtualCluster:
         """Link → factor of its latency and transfer times."""
         self._pending = list(self.faults)
         self._incarnations = 0
-        self.alive = dict.fromkeys(self.plan.stage_of, 0)
+        self.alive = {node: 0 for node in self.plan.stage_of if node not in self.late}
         """Node that is alive → the number of its incarnation."""
         self.coordinator_incarnation = 0
         self.incarnation_of = {node: Incarnation(1) for node in range(len(self.plan.cluster.nodes))}
@@ -231,8 +233,11 @@ class VirtualCluster:
 
     def run(self) -> None:
         """Run until the coordinator and all nodes are done."""
-        for node in self.nodes:
+        for node in self.alive:
             self._send_hello(node)
+        for node, seconds in self.late.items():
+            if seconds is not None:
+                self.after(int(seconds * 1e9), partial(self.start, node))
         if self.faults:
             self._send_heartbeats()
         while self._heap or not self.coordinator.over:
