@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from functools import partial
@@ -20,6 +21,7 @@ from skippipe.inference.cached_stage import BatchRows, StageChain, embed, logits
 from skippipe.inference.checkpoint_loader import load, load_stage, read_outline
 from skippipe.model.flat_params import FlatParams, layout_of_stage
 from skippipe.model.model_spec import ROUTER_BIAS, TESTED, ModelSpec, config_named, warn_untested
+from skippipe.model_shape import TIED
 from skippipe.optim.config import OptimConfig
 from tests.helpers.model_folders import TOKENIZER
 from tests.helpers.models import (
@@ -210,6 +212,71 @@ def test_the_text_model_of_one_that_also_reads_pictures_is_used(names: str, tmp_
     with pytest.raises(UserError, match=r"its text model \(qwen2_vl_text\) is not among those that were tested"):
         AutoConfig.for_model("qwen2_vl").save_pretrained(tmp_path)
         config_named(str(tmp_path))
+
+
+@pytest.mark.parametrize("said", ["the whole", "its text model", "nobody"])
+def test_a_head_that_differs_from_the_embedding_is_used_whatever_is_said(said: str, tmp_path: Path) -> None:
+    """transformers takes it as well; that Mistral 3 ties them is its class's default, and no file of it says so."""
+    sight = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    }
+    text = {**SIZES, "vocab_size": TOKENIZER.size, "model_type": "mistral", "tie_word_embeddings": False}
+    vision = {**sight, "image_size": 28, "patch_size": 14, "model_type": "pixtral"}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=vision, tie_word_embeddings=False)
+    whole = AutoModelForImageTextToText.from_config(config).eval()  # type: ignore[no-untyped-call]
+    whole.save_pretrained(tmp_path)
+    TOKENIZER.save(tmp_path)
+    file = tmp_path / "config.json"
+    fields = json.loads(file.read_text())
+    if said != "the whole":
+        del fields["tie_word_embeddings"]
+    if said == "nobody":
+        fields["text_config"].pop("tie_word_embeddings", None)
+    file.write_text(json.dumps(fields))
+    found = load(tmp_path, "2,1,2")
+    with torch.no_grad():
+        torch.testing.assert_close(logits_of(found.stages), whole(input_ids=TOKENS).logits, rtol=1e-5, atol=1e-5)
+    fields["quantization_config"] = {"quant_method": "fp8"}
+    file.write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=r"its weights are quantised \(quantization_config: fp8\)"):
+        load(tmp_path)
+
+
+def test_a_model_whose_file_has_another_head_is_not_tied(tmp_path: Path) -> None:
+    for differs in (True, False):
+        whole = AutoModelForCausalLM.from_config(tiny("llama", vocab_size=TOKENIZER.size))  # type: ignore[no-untyped-call]
+        if not differs:
+            whole.lm_head.weight.data.copy_(whole.model.embed_tokens.weight)
+        whole.save_pretrained(tmp_path)
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": True}))
+        assert config_named(str(tmp_path)).tie_word_embeddings is not differs
+
+
+def test_fields_that_models_leave_out_or_have_as_lists(tmp_path: Path) -> None:
+    for kind in sorted(TESTED):
+        assert (kind in TIED) == bool(AutoConfig.for_model(kind).tie_word_embeddings), kind
+    lists = {"moe_topk": [2] * 5, "num_shared_expert": [1] * 5, "moe_intermediate_size": [40] * 5, "head_dim": 8}
+    mixture = {**SIZES, "model_type": "hunyuan_v1_moe", "num_experts": 4, **lists}
+    (tmp_path / "config.json").write_text(json.dumps(mixture))
+    for layers in (0, 7):
+        spec = ModelSpec(config_named(str(tmp_path), layers=layers))
+        assert (spec.layers, spec.experts_active, spec.shape.experts_active) == (layers or 5, 2, 2)
+        matrices = sum(each.numel() for each in spec.layer(0).parameters() if each.ndim > 1)
+        assert spec.shape.layer_parameters - 2 * spec.shape.hidden == matrices
+    config = tiny("llama", vocab_size=500, eos_token_id=[2, 400])
+    config.save_pretrained(tmp_path)
+    assert config_named(str(tmp_path), 450).eos_token_id == [2, 400]
+    assert config_named(str(tmp_path), 400).eos_token_id is None
+
+
+def test_layers_of_other_kinds_are_refused_before_anything_is_planned() -> None:
+    with pytest.raises(UserError, match="layers of the kind 'linear_attention' are not supported"):
+        ModelSpec(AutoConfig.for_model("qwen3_next", **SIZES))
 
 
 def test_routers_of_several_kinds_are_refused() -> None:
