@@ -301,7 +301,7 @@ def test_a_node_that_fetches_a_replaced_backup_gets_the_next() -> None:
     (recover,) = (each for each in harness.env.new_messages()[moved] if isinstance(each, Recover))
     assert recover.origin.backup == (target, 2)
     harness.send(target, BackupStored(0))
-    assert harness.coordinator.lacking.startswith("stage 0 is lost")
+    assert harness.coordinator._commits.lacking.startswith("stage 0 is lost")
 
 
 def test_a_node_stores_only_what_it_requested_and_says_what_it_has() -> None:

@@ -44,10 +44,12 @@ class Startup:
         return [node for node in nodes if node not in self.membership or self.env.is_called(node)]
 
     @property
-    def is_enough(self) -> bool:
-        """Are there nodes for all stages, though some of the plan are missing?"""
+    def may_begin(self) -> bool:
+        """Whether training can begin without the nodes that have not joined: those that are here are as many as there
+        are stages."""
         plan, here = self.replanner.plan, list(self.membership)
-        return len(here) >= len(plan.stages) and any(node in plan.stage_of for node in here) and not self._lacks_relay()
+        enough = len(here) >= len(plan.stages) and any(node in plan.stage_of for node in here)
+        return self.commits.settings.recovery.fault_tolerant and enough and not self._lacks_relay()
 
     def joined(self, node: int, hello: Hello) -> None:
         if self.context.state is CoordinatorState.REJOINING:

@@ -142,8 +142,7 @@ class Coordinator:
 
     @property
     def may_begin(self) -> bool:
-        """Whether training can begin without the nodes that have not joined: others can hold their stages."""
-        return self.settings.recovery.fault_tolerant and self._startup.is_enough
+        return self._startup.may_begin
 
     @property
     def nodes(self) -> list[int]:
@@ -165,11 +164,6 @@ class Coordinator:
                 return self._validation.awaited
             case _:
                 return self._commits.current.awaited
-
-    @property
-    def lacking(self) -> str:
-        """Why training is paused, and cannot go on."""
-        return self._commits.lacking
 
     # Messages
 
@@ -348,8 +342,7 @@ class Coordinator:
     def deadline_passed(self, waited: str) -> None:
         """The state has lasted too long: start over, continue without the awaited nodes, or fail and name them."""
         state, awaited, fault_tolerant = self.state, self.awaited(), self.settings.recovery.fault_tolerant
-        names = ", ".join(map(self._name, awaited)) or "a relay"
-        unwritten = self._gather.unwritten
+        names, unwritten = ", ".join(map(self._name, awaited)) or "a relay", self._gather.unwritten
         if state is CoordinatorState.REJOINING:
             self._startup.finish_rejoin()
         elif state is CoordinatorState.JOINING and self.may_begin:
@@ -365,7 +358,7 @@ class Coordinator:
         elif state is CoordinatorState.GATHERING and unwritten is not None:
             self.detach(f"{unwritten}; {waited} disk space; {unwritten.ways}")
         elif state is CoordinatorState.PAUSED:
-            self.fail(f"{waited} nodes {state.value}: {self.lacking}")
+            self.fail(f"{waited} nodes {state.value}: {self._commits.lacking}")
         else:
             self.fail(f"{waited} {names} {state.value}")
 

@@ -185,8 +185,8 @@ class VirtualCluster:
     """Makes the executor of a node that was started again, or moved; none: a symbolic one."""
     faults: Sequence[Fault] = ()
     """Faults to inject. Heartbeats are sent only if there are any."""
-    late: Mapping[int, float | None] = field(default_factory=dict)
-    """Node that is not there at the start → seconds until it is; None: it never comes."""
+    late: Mapping[int, float] = field(default_factory=dict)
+    """Node that is not there at the start → seconds until it is."""
     now_ns: int = 0
     reports: list[IterationReport] = field(default_factory=list)
     validations: list[ValidationReport] = field(default_factory=list)
@@ -236,8 +236,7 @@ class VirtualCluster:
         for node in self.alive:
             self._send_hello(node)
         for node, seconds in self.late.items():
-            if seconds is not None:
-                self.after(int(seconds * 1e9), partial(self.start, node))
+            self.after(int(seconds * 1e9), partial(self.start, node))
         if self.faults:
             self._send_heartbeats()
         while self._heap or not self.coordinator.over:
@@ -371,7 +370,7 @@ class VirtualCluster:
             case "kill":
                 return lambda: self.kill(node), lambda: self.start(node)
             case "freeze":
-                return lambda: self.freeze(node), lambda: self.thaw(node)
+                return lambda: node in self.alive and self.frozen.setdefault(node, []), lambda: self.thaw(node)
             case "cut" | "cut one way":
                 return lambda: self._cut(links), lambda: self._mend(links)
             case "slow node":
@@ -402,10 +401,6 @@ class VirtualCluster:
         self._incarnations += 1
         self.alive[node] = self._incarnations
         self._rejoin(node, self.plan)
-
-    def freeze(self, node: int) -> None:
-        if node in self.alive:
-            self.frozen.setdefault(node, [])
 
     def thaw(self, node: int) -> None:
         for action in self.frozen.pop(node, ()):
