@@ -88,6 +88,11 @@ class ModelShape:
         return self.intermediate * self.experts_active + self.shared_intermediate
 
     @property
+    def _feed_forward_values(self) -> int:
+        """What a feed-forward block keeps per token and channel: gate, up, activation, product; or up, activation."""
+        return 4 if self.gated else 2
+
+    @property
     def layer_parameters(self) -> int:
         router = self.hidden * self.experts if self.experts > 1 else 0
         width = self.intermediate * self.experts + self.shared_intermediate
@@ -147,7 +152,26 @@ class ModelShape:
             norms * self.hidden
             + 2 * self.heads * self.head_dim  # queries, attention output
             + 2 * self.kv_heads * self.head_dim
-            + (4 if self.gated else 2) * self.active_intermediate  # gate, up, activation, product; without gate two
+            + self._feed_forward_values * self.linear_intermediate
+        )
+
+    @property
+    def expert_values_per_token(self) -> int:
+        """Values that the experts of a layer keep per token, in fp32 whatever is computed in: for each expert that a
+        token passes its input, its output, and what is between."""
+        between = self._feed_forward_values * self.intermediate
+        return self.experts_active * (2 * self.hidden + between) if self.experts > 1 else 0
+
+    @property
+    def expert_work_per_token(self) -> int:
+        """Values that a backward pass of a layer's experts needs per token, in fp32."""
+        return self.feed_forward_matrices * self.experts_active * self.intermediate if self.experts > 1 else 0
+
+    @property
+    def largest_expert_gradient(self) -> int:
+        """Parameters of the largest of all experts' matrices, which are held, and get their gradient, together."""
+        return (
+            self.experts * (self.feed_forward_matrices - 1) * self.intermediate * self.hidden if self.experts > 1 else 0
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -332,14 +332,17 @@ class Workload:
 
     def _layer_work_bytes(self) -> int:
         model, again, each = self.model, self.activation_checkpointing, COMPUTE_BYTES[self.compute_dtype]
-        wide = model.feed_forward_matrices * model.active_intermediate + model.hidden
-        work = each * self._tokens * wide + (self._layer_bytes() if again else 0)
+        wide = model.feed_forward_matrices * model.linear_intermediate + model.hidden
+        work = each * self._tokens * wide + STORED_BYTES * self._tokens * model.expert_work_per_token
+        work += self._layer_bytes() if again else 0
         # for a layer that is recomputed in bf16, weights are rounded, and gradients come in both types
         rounded = again and self.compute_dtype == "bf16"
-        trained, matrix = model.linear_parameters, model.hidden * max(model.intermediate, model.linear_intermediate)
+        trained, matrix = model.linear_parameters, model.hidden * model.linear_intermediate
+        experts = model.largest_expert_gradient
         if self.adapter_parameters:
-            trained, matrix = self.adapter_parameters, model.largest_adapter_matrix(self._adapter_rank)
-        return work + (each * trained if rounded else 0) + (each + STORED_BYTES if rounded else each) * matrix
+            trained, matrix, experts = self.adapter_parameters, model.largest_adapter_matrix(self._adapter_rank), 0
+        gradient = max((each + STORED_BYTES if rounded else each) * matrix, STORED_BYTES * experts)
+        return work + (each * trained if rounded else 0) + gradient
 
     def _repeats_work_bytes(self, layers: int) -> int:
         """Gradients of all adapters of a stage: every turn has a part of each, and autograd adds up whole ones, from
@@ -366,10 +369,13 @@ class Workload:
         """Bytes that one microbatch in flight keeps on a node, from its forward to the end of its last task there."""
         ends, turns = self._tokens * self.model.hidden, 1 + self.repeats
         taught = 2 * STORED_BYTES * ends if self.teacher else 0  # for this microbatch and the next of its lane
-        if self.activation_checkpointing:  # with a bridge also its input
-            return (turns * (layers + 1) + (self.bridge_rank > 0)) * COMPUTE_BYTES[self.compute_dtype] * ends + taught
+        each = COMPUTE_BYTES[self.compute_dtype]
+        if self.activation_checkpointing:  # with a bridge also its input; behind experts inputs are fp32
+            kept = each * (turns * (layers + 1) + (self.bridge_rank > 0))
+            behind = turns * max(0, layers - 1) if self.model.experts > 1 else 0
+            return (kept + (STORED_BYTES - each) * behind) * ends + taught
         kept = turns * layers * self._layer_bytes() + self._bridge_bytes() + taught
-        kept += COMPUTE_BYTES[self.compute_dtype] * self.repeats * ends  # what gates scale
+        kept += each * self.repeats * ends  # what gates scale
         return kept + STORED_BYTES * ends  # the output; in bf16 also the input
 
     def _layer_bytes(self) -> int:
@@ -377,7 +383,8 @@ class Workload:
         frozen, parts = self.adapter_parameters > 0, self.model.adapter_parameters(1) * (1 + self.repeats)
         values = self.model.layer_values_per_token(rounded=self.compute_dtype == "bf16", frozen=frozen)
         values += -(-self.model.linear_maps * self.adapter_parameters // parts)  # between the two matrices of adapters
-        return COMPUTE_BYTES[self.compute_dtype] * self._tokens * values
+        of_experts = STORED_BYTES * self.model.expert_values_per_token
+        return self._tokens * (COMPUTE_BYTES[self.compute_dtype] * values + of_experts)
 
     def _bridge_bytes(self) -> int:
         """Bytes that a bridge keeps: its output, what is normed and what is between its matrices; in bf16 also the

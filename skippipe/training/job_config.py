@@ -115,8 +115,8 @@ class PipelineConfig:
     plan: str = ""
     """A plan file. It brings its cluster, batch and stages, and the types on the wire and in computing: leave out
     [pipeline], [batch], transport.wire, averaging.dtype, compute.dtype and model.checkpointing, or say what the plan
-    says; recipe.skip is followed on the plan's
-    stages, and without one every iteration is as the plan has it. Empty: a plan is made before training starts."""
+    says. recipe.skip is followed on the plan's stages; without one every iteration is as the plan has it. Empty: a plan
+    is made before training starts."""
     strategy: Strategies = "best"
     """How to plan: everything at once (best); by the method of the SkipPipe paper (skippipe); the same without avoiding
     collisions (no-tc2); round robin, whatever the network (dtfm-skip); the full pipeline (dtfm)."""

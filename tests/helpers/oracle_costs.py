@@ -56,10 +56,11 @@ def costs(plan: Json) -> Costs:
     maps, ranked = 4, 4 * d + 2 * h + 2 * k
     if mapped:
         maps, ranked = maps + blocks, ranked + blocks * (d + mapped)
-    values = (8 + blocks if rounded else 6) * d + 2 * h + 2 * k + 2 * (blocks - 1) * active
+    values = (8 + blocks if rounded else 6) * d + 2 * h + 2 * k + 2 * (blocks - 1) * mapped
     if adapters:
         values += -(-maps * adapters // (ranked * (1 + repeats))) - 2 * d
-    layer_bytes: int = token_bytes * values
+    expert_values = model["experts_active"] * (2 * d + 2 * (blocks - 1) * f) if e > 1 else 0
+    layer_bytes: int = token_bytes * values + 4 * n * t * expert_values
     checkpointing = work["activation_checkpointing"]
     linear_parameters = attention + blocks * d * mapped
     ends: int = (v if model["tied_embeddings"] else 2 * v) * d + d
@@ -92,13 +93,16 @@ def costs(plan: Json) -> Costs:
         return total
 
     def work_of_layer() -> int:
-        work = token_bytes * (blocks * active + d) + checkpointing * layer_bytes
-        largest, whole = d * max(f, mapped), linear_parameters
+        work = token_bytes * (blocks * mapped + d) + checkpointing * layer_bytes
+        largest, whole, of_experts = d * mapped, linear_parameters, 0
+        if e > 1:
+            work += 4 * n * t * blocks * f * model["experts_active"]
+            of_experts = 4 * e * (blocks - 1) * f * d
         if adapters:
-            largest, whole = -(-adapters // ranked) * max(d, h, mapped), adapters
+            largest, whole, of_experts = -(-adapters // ranked) * max(d, h, mapped), adapters, 0
         if rounded and checkpointing:
-            return int(work + 2 * whole + 6 * largest)
-        return int(work + computed * largest)
+            return int(work + 2 * whole + max(6 * largest, of_experts))
+        return int(work + max(computed * largest, of_experts))
 
     def work_of_repeats(layers: int) -> int:
         return layers * adapters * (2 if rounded and not checkpointing else 4) if repeats else 0
@@ -119,7 +123,10 @@ def costs(plan: Json) -> Costs:
         taught = 8 * n * t * d if work.get("teacher") else 0
         if checkpointing:
             bridge = bool(bridged and bridge_rank)
-            return int(((1 + repeats) * (layers + 1) + bridge) * token_bytes * d + taught)
+            total = ((1 + repeats) * (layers + 1) + bridge) * token_bytes * d + taught
+            if e > 1 and layers:
+                total += (1 + repeats) * (layers - 1) * (4 - computed) * n * t * d
+            return int(total)
         total = (1 + repeats) * layers * layer_bytes + repeats * token_bytes * d + 4 * n * t * d + taught
         if bridged and bridge_rank:
             total += token_bytes * ((4 if rounded else 2) * d + bridge_rank) + rounded * 4 * d * bridge_rank

@@ -33,7 +33,10 @@ KEY = (0, 0)
 
 def stage_of(shape: ModelShape, work: Workload | None = None, **options: Any) -> StageStep:
     config: Any = llama_config(shape)
-    if not shape.gated:
+    if shape.experts > 1:
+        mixture = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.experts_active}
+        config = config_from(config.to_dict() | {"model_type": "mixtral", "router_aux_loss_coef": 0.0, **mixture})
+    elif not shape.gated:
         config = config_from(config.to_dict() | {"model_type": "arcee", "hidden_act": "relu2"})
     spec = ModelSpec(config, seed=0)
     if work is not None:
@@ -74,6 +77,22 @@ def test_what_a_microbatch_keeps_is_counted(shape: ModelShape, compute_dtype: st
     work = workload_of(shape, compute_dtype, checkpointing)
     step, (hidden, _) = stage_of(shape, work), drawn(work)
     assert kept_bytes(step, hidden) == pytest.approx(work.held_bytes(shape.layers), rel=0.01)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("experts", [4, 16])
+def test_experts_keep_and_need_what_is_counted(experts: int, compute_dtype: str, checkpointing: bool) -> None:
+    """In fp32, and their gradients all at once. Where a layer is recomputed, not all of it is there at one time."""
+    shape = replace(SHAPE, intermediate=96, experts=experts, experts_active=2)
+    work = workload_of(shape, compute_dtype, checkpointing, tokens=256)
+    step, (hidden, _) = stage_of(shape, work), drawn(work)
+    assert kept_bytes(step, hidden) == pytest.approx(work.held_bytes(shape.layers), rel=0.05)
+    step.drop_all()
+    for _ in range(2):
+        step.forward(KEY, hidden)
+        found = peak_bytes(lambda: step.backward(KEY, hidden))
+    assert (0.7 if checkpointing else 0.9) < found / work.working_bytes(1, shape.layers) < 1.1
 
 
 @pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
