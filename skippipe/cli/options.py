@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -16,7 +17,8 @@ from typer.models import OptionInfo
 
 from skippipe.codecs import CODECS, LOW_RANK
 from skippipe.errors import UserError
-from skippipe.model_shape import MODELS
+from skippipe.json_fields import exists
+from skippipe.model_shape import MODELS, ModelShape, model_named
 from skippipe.optim import DEFAULT as DEFAULT_OPTIMIZER
 from skippipe.optim import OPTIMIZERS
 from skippipe.value_ranges import (
@@ -363,10 +365,24 @@ def print_doubts(cluster: Cluster) -> None:
         print(f"note: {doubt}", file=sys.stderr)
 
 
+def _shape_of(name: str) -> ModelShape:
+    """Of a preset, or of a Hugging Face configuration. What that of a model that also reads pictures leaves out of its
+    text model, transformers knows, if it is installed."""
+    from skippipe.model.model_files import reads_more
+
+    try:
+        return model_named(name)
+    except UserError:
+        if not exists(Path(name)) or not reads_more(Path(name)) or find_spec("transformers") is None:
+            raise
+    from skippipe.model.model_spec import config_named
+
+    return ModelShape.from_config(config_named(name).to_dict(), name)
+
+
 def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     """The problem: the example's own settings or the defaults, overridden by the command line."""
     from skippipe.dispatch import Dispatch
-    from skippipe.model_shape import model_named
     from skippipe.planner.problem_spec import PlanSpec, cluster_named, fastest_of, problem_of
     from skippipe.timeline import Timing
     from skippipe.workload import Workload
@@ -378,7 +394,7 @@ def problem_from(cluster_name: str, options: ProblemOptions) -> Problem:
     workload = example.workload if example else Workload(MODELS["llama-1.5b"])
     workload = with_given(
         workload,
-        model=model_named(options.model) if options.model else None,
+        model=_shape_of(options.model) if options.model else None,
         sequence_tokens=options.sequence,
         samples_per_microbatch=options.samples,
         wire_dtype=fastest_of(options.wire, "--wire"),

@@ -216,6 +216,31 @@ def test_bad_input_is_one_line_and_exit_code_2(skippipe: Command, words: list[st
     assert ran.err.count("\n") == 1
 
 
+def test_what_a_configuration_leaves_out_of_its_text_model_is_as_transformers_has_it(
+    skippipe: Command, tmp_path: Path
+) -> None:
+    """As the published Gemma 3 of 4B does: no heads, no vocabulary, and nobody says that embeddings are tied."""
+    text = {"model_type": "gemma3_text", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    words = (
+        "datacentre:6",
+        "--model",
+        tmp_path,
+        "-s",
+        "3",
+        "--sequence",
+        "64",
+        "--search-steps",
+        "10",
+        "-o",
+        tmp_path / "p.json",
+    )
+    done = skippipe("plan", *words)
+    assert done.code == 0, done.err
+    shape = Plan.load(tmp_path / "p.json").workload.model
+    assert (shape.heads, shape.kv_heads, shape.vocab, shape.tied_embeddings) == (8, 4, 262208, True)
+
+
 def test_unwritable_output_is_one_line(skippipe: Command, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ran = skippipe("cluster", "regions:3", "-o", tmp_path / "file" / "c.json")
