@@ -9,7 +9,6 @@ import pytest
 from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
-from skippipe.runtime.coordinator.membership import MemberState
 from skippipe.runtime.coordinator.settings import Deadlines
 from skippipe.runtime.messages import (
     Begin,
@@ -28,6 +27,7 @@ from tests.helpers.single_coordinator import (
     HELLO,
     CoordinatorHarness,
     RecordingEnv,
+    RecordingStore,
     assert_goes_on,
     coordinating,
     even_plan,
@@ -50,10 +50,12 @@ def test_training_begins_without_nodes_that_do_not_join_and_takes_them_in_later(
     harness.wait(40)
     assert is_now(coordinator, CoordinatorState.JOINING), "there are fewer nodes than stages"
     harness.send(4, HELLO)
+    harness.wait(4.9)
+    assert is_now(coordinator, CoordinatorState.JOINING), "others may follow"
     harness.wait(0.1)
     assert is_now(coordinator, CoordinatorState.PREPARING)
     assert [(event.kind, event.node, event.text) for event in env.events] == [
-        ("lost", f"n{node}", "waited 40 s for it to join: training begins without it") for node in (0, 3, 5)
+        ("lost", f"n{node}", "waited 45 s for it to join: training begins without it") for node in (0, 3, 5)
     ]
     for node in (1, 2, 4):
         harness.send(node, Ready())
@@ -68,13 +70,25 @@ def test_a_stage_that_no_node_has_joined_for_gets_another() -> None:
     harness = CoordinatorHarness(coordinator, env)
     for node in (0, 1, 2):
         harness.send(node, HELLO)
-    harness.wait(0.1)
+    harness.wait(5)
+    assert [coordinator.membership[node].stage for node in (0, 1, 2)] == [2, 0, 1]
     for node in (0, 1, 2):
         harness.send(node, Ready())
-    (moved,) = coordinator.membership.in_state(MemberState.BUILDING)
-    assert (moved in (0, 1), coordinator.membership[moved].stage) == (True, 2)
-    harness.send(moved, Ready())
     assert_goes_on(harness, 3, 4, 5)
+
+
+def test_in_a_run_that_is_resumed_such_a_stage_is_that_of_the_checkpoint() -> None:
+    env = RecordingEnv(checkpoint_store=RecordingStore(made=4))
+    at_once = Deadlines(join=timedelta(0))
+    coordinator = new_coordinator(env, 9, even_plan(), deadlines=at_once, recovery=AT_ONCE, resumed_from=4)
+    harness = CoordinatorHarness(coordinator, env)
+    for node in (0, 1, 2):
+        harness.send(node, HELLO)
+    harness.wait(5)
+    welcomes = {node: (stage, origin) for node, stage, origin in env.logged("welcome")}
+    assert {node: (stage, origin.kind, origin.stages, origin.steps) for node, (stage, origin) in welcomes.items()} == {
+        node: (stage, "checkpoint", (stage,), 7 + stage) for node, stage in ((0, 2), (1, 0), (2, 1))
+    }
 
 
 def test_fewer_nodes_than_stages_are_named_in_the_end() -> None:

@@ -282,7 +282,7 @@ class Replanner:
             self.changed = True
 
     def _build(self, node: int) -> None:
-        plan = _with_node(self.plan, node, self.membership[node].stage)
+        plan = with_node(self.plan, node, self.membership[node].stage)
         self.env.send_welcome(node, plan, None, self.membership.assign(node))
 
     def _reject(self, node: int, found: Reassignment | None, now_ns: int) -> None:
@@ -330,7 +330,7 @@ def _seconds(iteration_s: float) -> str:
     return "for ever" if isinf(iteration_s) else f"{iteration_s:.3g} s"
 
 
-def _with_node(plan: Plan, node: int, stage: int) -> Plan:
+def with_node(plan: Plan, node: int, stage: int) -> Plan:
     """The plan with a node on a stage: enough to build it. The node gets another plan before it takes a microbatch."""
     stages = []
     for index, each in enumerate(plan.stages):

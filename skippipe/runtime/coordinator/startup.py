@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -9,10 +10,12 @@ from skippipe.runtime.coordinator.commit_loop import CommitContext, CommitLoop
 from skippipe.runtime.coordinator.interfaces import CoordinatorEnv, CoordinatorState
 from skippipe.runtime.coordinator.membership import Membership, MemberState
 from skippipe.runtime.coordinator.recovery import RecoverySourceSelector
-from skippipe.runtime.coordinator.replanner import Replanner
+from skippipe.runtime.coordinator.replanner import Replanner, with_node
 from skippipe.runtime.coordinator.wal_records import RecoveredLog
 from skippipe.runtime.fencing import first_id
 from skippipe.runtime.messages import Hello
+
+FOLLOWING_NS = 5 * 10**9
 
 
 class StartupContext(CommitContext, Protocol):
@@ -34,6 +37,8 @@ class Startup:
     commits: CommitLoop
     _hellos: dict[int, Hello] = field(default_factory=dict)
     """Where the nodes that reconnected are in the run."""
+    _joined_ns: int = 0
+    """When the last node came."""
     _awaits_relay: bool = False
     """Nothing but a relay is missing, and that was said."""
 
@@ -44,14 +49,20 @@ class Startup:
         return [node for node in nodes if node not in self.membership or self.env.is_called(node)]
 
     @property
-    def may_begin(self) -> bool:
+    def is_enough(self) -> bool:
         """Whether training can begin without the nodes that have not joined: those that are here are as many as there
         are stages."""
         plan, here = self.replanner.plan, list(self.membership)
         enough = len(here) >= len(plan.stages) and any(node in plan.stage_of for node in here)
         return self.commits.settings.recovery.fault_tolerant and enough and not self._lacks_relay()
 
+    @property
+    def may_begin(self) -> bool:
+        """The same, and no node has come just now: others often follow."""
+        return self.is_enough and self.env.now_ns() >= self._joined_ns + FOLLOWING_NS
+
     def joined(self, node: int, hello: Hello) -> None:
+        self._joined_ns = self.env.now_ns()
         if self.context.state is CoordinatorState.REJOINING:
             self._hellos[node] = hello
         self.go_on_if_complete()
@@ -66,7 +77,8 @@ class Startup:
         if self.commits.current.number >= self.commits.end:  # the checkpoint is of the end: only weights are missing
             self.context.gather_weights()
         else:
-            complete = set(self.replanner.plan.stage_of) <= set(self.membership.active)
+            placed = {node: self.membership[node].stage for node in self.membership.active}
+            complete = placed.items() >= self.replanner.plan.stage_of.items()
             self.commits.detector.committed()  # the time in which nodes joined is no part of the iteration
             self.commits.restart("" if complete else "nodes are missing")
 
@@ -121,20 +133,34 @@ class Startup:
             return
         self.context.enter(CoordinatorState.PREPARING)
         self.replanner.begin(self.commits.current.number)
-        for stage in self.replanner.plan.stages:
-            for node in stage.nodes:
-                if node in self.membership:
-                    self._build(node)
+        for node, stage in self._stages_of_those_here().items():
+            self._build(node, stage)
+
+    def _stages_of_those_here(self) -> dict[int, int]:
+        """Node → stage, as planned. A stage for which no node has come gets one without a stage, or else one of the
+        stage with the most."""
+        plan, here = self.replanner.plan, list(self.membership)
+        found = {node: stage for node, stage in plan.stage_of.items() if node in here}
+        for stage in range(len(plan.stages)):
+            held = Counter(found.values())
+            able = [
+                node for node in here if plan.costs.slots[stage, node] and (node not in found or held[found[node]] > 1)
+            ]
+            if not held[stage] and able:
+                found[max(able, key=lambda node: held[found[node]] if node in found else len(here))] = stage
+        return found
 
     def rejoined(self, node: int) -> None:
         """A node that was lost is back while others still build: it builds its stage like them. One without a stage may
         get one later."""
-        if node in self.replanner.plan.stage_of:
-            self._build(node)
+        stage = self.replanner.plan.stage_of.get(node)
+        if stage is not None:
+            self._build(node, stage)
 
-    def _build(self, node: int) -> None:
+    def _build(self, node: int, stage: int) -> None:
         plan = self.replanner.plan
-        stage = plan.stage_of[node]
+        if plan.stage_of.get(node) != stage:
+            plan = with_node(plan, node, stage)
         self.membership[node].state, self.membership[node].stage = MemberState.BUILDING, stage
         origin = self.recovery.from_checkpoint(stage) if self.resumed else None
         self.env.send_welcome(node, plan, origin, self.membership.assign(node))

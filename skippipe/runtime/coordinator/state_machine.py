@@ -345,7 +345,7 @@ class Coordinator:
         names, unwritten = ", ".join(map(self._name, awaited)) or "a relay", self._gather.unwritten
         if state is CoordinatorState.REJOINING:
             self._startup.finish_rejoin()
-        elif state is CoordinatorState.JOINING and self.may_begin:
+        elif state is CoordinatorState.JOINING and self._startup.is_enough:
             self._startup.begin_without_missing(waited)
         elif state is CoordinatorState.TRAINING and fault_tolerant and self._timed_out != self.iteration:
             self._timed_out = self.iteration
