@@ -132,6 +132,7 @@ def assert_same_weights(found: dict[str, torch.Tensor], expected: dict[str, torc
 LEARNING = {"rate": 3e-3, "warmup": 1, "hold": 0.25}
 SWITCHED = {"skip": "1/2 until 1/3, 0 + 1/2 until 2/3, 0", "residual": "scaled"}
 RICH = {"residual": "scaled", "early_exit": 0.3}
+TEACHER = {"distill": 0.6, "distill_hidden": 1.5}
 MIXED = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["full_attention", "sliding_attention"] * 2}
 SETTINGS = {
     "nobody visits stage 1 at times, not clipped": Setting(
@@ -169,8 +170,8 @@ SETTINGS = {
     "taught by the whole model": Setting(
         tiny("llama"),
         (UNEQUAL,),
-        {"recipe": {"distill": 0.6, "distill_hidden": 1.5, **RICH}, "learning": {**LEARNING, "epsilon": 1e-3}},
-        {"teacher": "hidden", "wire_dtype": "int8"},
+        {"recipe": {**TEACHER, **RICH}, "learning": {**LEARNING, "epsilon": 1e-3}},
+        {"teacher": "hidden"},
     ),
     "mixture": Setting(tiny("qwen3_moe"), (UNEQUAL,), {"recipe": {"residual": "scaled"}}),
 }
@@ -193,21 +194,23 @@ def test_a_trainer_from_the_page_agrees(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # where the processor has no bf16
 @pytest.mark.parametrize(
-    ("family", "workload"),
+    ("family", "recipe", "workload"),
     [
-        ("llama", {"wire_dtype": "int8"}),
-        ("llama", {"wire_dtype": "bf16"}),
-        ("llama", {"wire_dtype": "fp32", "wire_dtypes": SEVERAL}),
-        ("qwen3_moe", {"wire_dtype": "fp32", "compute_dtype": "bf16"}),
+        ("llama", RICH, {"wire_dtype": "int8"}),
+        ("llama", RICH, {"wire_dtype": "bf16"}),
+        ("llama", RICH, {"wire_dtype": "fp32", "wire_dtypes": SEVERAL}),
+        ("qwen3_moe", RICH, {"wire_dtype": "fp32", "compute_dtype": "bf16"}),
+        ("llama", {**TEACHER, **RICH}, {"wire_dtype": "int8", "teacher": "hidden"}),
     ],
-    ids=["int8 hops", "bf16 hops", "hops of several codecs", "bf16"],
+    ids=["int8 hops", "bf16 hops", "hops of several codecs", "bf16", "int8 hops to and from a teacher"],
 )
-def test_rounding(family: str, workload: Json) -> None:
+def test_rounding(family: str, recipe: Json, workload: Json) -> None:
     """The first iteration to the last digits. Then a value tips over to the next step now and then."""
-    setting = with_defaults(Setting(tiny(family), (UNEQUAL,), {"recipe": RICH, "iterations": 2}, workload))
+    setting = with_defaults(Setting(tiny(family), (UNEQUAL,), {"recipe": recipe, "iterations": 2}, workload))
     found, weights = by_package(setting)
     expected, other_weights = by_page(setting)
-    exact, exact_weights = by_page(replace(setting, workload={}))
+    unrounded = {name: value for name, value in workload.items() if name == "teacher"}
+    exact, exact_weights = by_page(replace(setting, workload=unrounded))
     assert found[0].loss == pytest.approx(expected[0].loss, rel=1e-7)
     assert found[0].norm == pytest.approx(expected[0].norm, rel=1e-7)
     assert found[0].norm != pytest.approx(exact[0].norm, rel=1e-5), "nothing was rounded"
