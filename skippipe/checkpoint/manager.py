@@ -32,6 +32,7 @@ from skippipe.checkpoint.format import (
     read_manifest,
     verified,
 )
+from skippipe.checkpoint.grown_state import LAYER_FIELDS, GrownState
 from skippipe.checkpoint.hf_export import ModelFolder
 from skippipe.checkpoint.storage import Rescue, WriteFailures, in_bytes, reason
 from skippipe.codecs import EncodedTensor, encode
@@ -212,16 +213,25 @@ class CheckpointManager:
 
 @dataclass
 class StateReader:
-    """Reads the state of stages from a checkpoint, whatever stages it was made with."""
+    """Reads the state of stages from a checkpoint, whatever stages it was made with; from one with fewer layers, as
+    that of a model that has grown."""
 
     origin: CheckpointOrigin
     layers: tuple[int, ...]
     """Layers of each stage to be read."""
     spec: ModelSpec
+    grown: GrownState | None = field(init=False, default=None)
+    """How the model has grown; None: the checkpoint has all its layers."""
     _slots: dict[int, list[ParamSlot]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if sum(self.origin.manifest.layers) < sum(self.layers):
+            self.grown = GrownState(self.origin, self.spec, self.layers)
 
     def steps(self, stage: int) -> int:
         """Steps of the optimizer: the most of all stages that this one's layers came from."""
+        if self.grown is not None:
+            return self.grown.steps(stage)
         made = self.origin.manifest
         ours = layer_ranges(self.layers)[stage]
         pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
@@ -264,9 +274,10 @@ class StateReader:
         slots = layout_of_stage(self.spec, self.layers, stage, frozen=frozen)
         return torch.cat([self._values(slot, 0, slot.size) for slot in slots])
 
-    def tensor(self, slot: ParamSlot) -> EncodedTensor:
-        """A whole tensor by its name, if the checkpoint has it in this shape."""
-        return encode(self._values(slot, 0, slot.size), "fp32", share=True)
+    def whole_state(self, stage: int) -> Iterator[EncodedTensor]:
+        """The stage's state, tensor by tensor."""
+        for slot in self._state_slots(stage):
+            yield encode(self._values(slot, 0, slot.size), "fp32", share=True)
 
     def _state_slots(self, stage: int) -> list[ParamSlot]:
         if stage not in self._slots:
@@ -280,7 +291,10 @@ class StateReader:
 
     def _values(self, slot: ParamSlot, start: int, end: int) -> Tensor:
         """A range of a tensor as if it were flat; only the rows that it lies in are read."""
-        name = slot.name
+        new = self.grown.new_tensor(slot) if self.grown is not None else None
+        if new is not None:
+            return new[start:end]
+        name = slot.name if self.grown is None else self.grown.name(slot.name)
         if name not in self._files:
             raise UserError(f"{self.origin.place}: has no tensor '{name}'")
         stored = self._files[name].get_slice(name)
@@ -313,20 +327,23 @@ def manifest_of(
     )
 
 
-def origin_of(checkpoints: Checkpoints, node_config: NodeConfig) -> CheckpointOrigin:
-    """The newest sound checkpoint, if it belongs to this job."""
+def origin_of(checkpoints: Checkpoints, node_config: NodeConfig, *, grown: bool = False) -> CheckpointOrigin:
+    """The newest sound checkpoint, if it belongs to this job. `grown`: it may be of fewer layers, as the run's model
+    has grown since."""
     origin = checkpoints.newest_sound()
     if origin is None:
         raise UserError(no_checkpoint(checkpoints))
     found = origin.manifest
+    grown = grown and sum(found.layers) < sum(node_config.plan.layers)
+    left_out = LAYER_FIELDS if grown else ()
     for name, theirs, ours in (
-        ("model", essence(found.config), essence(node_config.config)),
+        ("model", essence(found.config, left_out), essence(node_config.config, left_out)),
         ("seed", found.seed, node_config.seed),
         ("text", found.data, node_config.data_fingerprint),
         ("optimizer", found.optimizer, node_config.learning.optimizer),
         ("[lora]", found.lora, node_config.lora),
         ("recipe.heal", found.adapters > 0, node_config.recipe.adapters > 0),
-        ("recipe.bridges", found.bridges, node_config.recipe.bridges),
+        ("recipe.bridges", found.bridges, 0 if grown else node_config.recipe.bridges),
         ("recipe.adapters", (found.adapters, found.repeats), (node_config.recipe.adapters, node_config.recipe.repeats)),
     ):
         if theirs != ours:
@@ -346,9 +363,10 @@ def no_checkpoint(checkpoints: Checkpoints) -> str:
     return f"{checkpoints.folder}: no sound checkpoint to resume from"
 
 
-def essence(config: dict[str, Any]) -> dict[str, Any]:
-    """The part of a model's configuration that weights depend on: all but versions, paths and ids of special tokens."""
-    left_out = ("transformers_version", "_name_or_path", CODE_FIELD, *TEXT_FIELDS)
+def essence(config: dict[str, Any], also: Sequence[str] = ()) -> dict[str, Any]:
+    """The part of a model's configuration that weights depend on: all but versions, paths and ids of special tokens,
+    and what is to be left out `also`."""
+    left_out = ("transformers_version", "_name_or_path", CODE_FIELD, *TEXT_FIELDS, *also)
     plain: dict[str, Any] = json.loads(json.dumps(config))  # as it looks after a file: lists, not tuples
     return {name: value for name, value in plain.items() if name not in left_out}
 

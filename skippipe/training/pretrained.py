@@ -20,6 +20,7 @@ from torch import Tensor
 from skippipe.checkpoint.adapters import BASE, read_adapter, with_adapter
 from skippipe.checkpoint.bridges_file import BRIDGES_FILE, StandInsInfo, bridges_info, read_stand_ins
 from skippipe.checkpoint.format import MANIFEST, StageWriter, StoredFile
+from skippipe.checkpoint.grown_state import donor_layers, donor_name
 from skippipe.checkpoint.hf_export import ModelFolder, stored_dtype
 from skippipe.checkpoint.manager import manifest_of
 from skippipe.codecs import encode
@@ -35,7 +36,7 @@ from skippipe.model.stand_ins import trained_bridges
 from skippipe.model_shape import HUB_NAME
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot
-from skippipe.training.depth_growth import differences, donor_layers, donor_name
+from skippipe.training.depth_growth import differences
 from skippipe.training.job_config import JobConfig, ModelConfig
 from skippipe.training.run import Run
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from skippipe.checkpoint.format import MANIFEST, CheckpointOrigin, Checkpoints, verified
+from skippipe.checkpoint.grown_state import donor_layers
 from skippipe.checkpoint.manager import CheckpointManager
 from skippipe.cli import main
 from skippipe.codecs import encode
@@ -33,7 +34,7 @@ from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.node_config import NodeConfig
-from skippipe.training.depth_growth import check_job, donor_layers, grow, young_of
+from skippipe.training.depth_growth import check_job, grow, young_of
 from skippipe.training.job_config import load_job
 from skippipe.training.run import Run
 from skippipe.workload import Workload
