@@ -353,7 +353,7 @@ def test_a_pause_in_which_no_stage_is_lost_has_its_own_reason() -> None:
     assert is_now(harness.coordinator, CoordinatorState.PAUSED)
     assert "those that are there ('n0' cannot reach 'n1')" in harness.coordinator._commits.lacking
     harness.env.new_messages()
-    harness.coordinator.stop_after_iteration()
+    harness.coordinator.on_stop_requests(1)
     assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
 
 

@@ -362,7 +362,7 @@ def test_what_comes_after_the_end_changes_nothing() -> None:
     harness.send(3, harness.averaged(3), HELLO)
     harness.coordinator.node_lost(2, "late")
     harness.coordinator.fail("later")
-    harness.coordinator.stop_now()
+    harness.coordinator.on_stop_requests(2)
     harness.coordinator.on_piece(3, Message(WeightsPiece(0, 0)))
     harness.wait(10_000)
     assert not harness.env.sent

@@ -163,7 +163,7 @@ def test_to_stop_before_training_gathers_nothing(state: str) -> None:
             coordinator.node_lost(node, "its process ended")
     assert coordinator.state.name.lower() == state
     env.new_messages()
-    coordinator.stop_now()
+    coordinator.on_stop_requests(2)
     assert is_now(coordinator, CoordinatorState.DONE)
     assert env.new_messages() == {node: [Stop("")] for node in coordinator.membership}
     assert not env.stored
@@ -173,11 +173,11 @@ def test_to_stop_in_training_gathers_the_weights_at_once() -> None:
     harness = coordinating(50)
     harness.iterate()
     harness.env.new_messages()
-    harness.coordinator.stop_now()
+    harness.coordinator.on_stop_requests(2)
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
     assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
     harness.send(0, harness.averaged(0))
-    harness.coordinator.stop_now()
+    harness.coordinator.on_stop_requests(2)
     assert not harness.env.sent
     harness.wait(3.9)
     assert not harness.coordinator.over
@@ -198,12 +198,12 @@ def test_asked_twice_it_does_not_wait_for_the_iteration() -> None:
 def test_to_stop_after_the_last_iteration_is_to_finish() -> None:
     harness = coordinating(1)
     harness.iterate()
-    harness.coordinator.stop_now()
+    harness.coordinator.on_stop_requests(2)
     assert is_now(harness.coordinator, CoordinatorState.STEPPING)
     for node in range(6):
         harness.send(node, Stepped(0))
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
-    harness.coordinator.stop_now()
+    harness.coordinator.on_stop_requests(2)
     for node in (0, 2, 3):
         harness.receive(node, piece(0))
     assert is_now(harness.coordinator, CoordinatorState.DONE)
@@ -212,7 +212,7 @@ def test_to_stop_after_the_last_iteration_is_to_finish() -> None:
 def test_to_stop_does_not_wait_for_a_checkpoint() -> None:
     harness = collecting(checkpoint_every=1, store=RecordingStore())
     harness.env.new_messages()
-    harness.coordinator.stop_now()
+    harness.coordinator.on_stop_requests(2)
     assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
     for node in (0, 2, 3):
         harness.receive(node, piece(0))
@@ -225,7 +225,7 @@ def test_to_stop_does_not_wait_for_a_checkpoint() -> None:
 def test_to_stop_without_the_weights_of_a_stage_fails() -> None:
     harness = coordinating(50)
     harness.coordinator.node_lost(2, "its process ended")
-    harness.coordinator.stop_now()
+    harness.coordinator.on_stop_requests(2)
     assert is_now(harness.coordinator, CoordinatorState.FAILED)
     assert "no node is left that has the weights of stage 1" in harness.coordinator.failure
 

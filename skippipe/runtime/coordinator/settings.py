@@ -87,7 +87,9 @@ class CoordinatorSettings:
 
     optim: OptimConfig
     iterations: int
-    """Iterations of the whole run, counted from its very first."""
+    """Iterations of the whole run, counted from its very first; or until the model grows."""
+    grows: bool = False
+    """The model grows afterwards: the run ends with its last checkpoint, and nodes begin anew."""
     resumed_from: int | None = None
     """Completed iterations of the checkpoint that nodes start from; None: they start from initial weights."""
     skip_schedule: SkipSchedule = field(default_factory=SkipSchedule)

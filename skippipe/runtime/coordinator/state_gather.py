@@ -110,6 +110,10 @@ class CheckpointGather:
     made: int = -1
     """Completed iterations of the newest checkpoint; −1: there is none."""
     ids: Iterator[int] = field(default_factory=lambda: count(1))
+    grows_at: int | None = None
+    """Completed iterations of the checkpoint from which the model grows, which must be on disk; None: of none."""
+    unwritten_checkpoint: WriteFailed | None = None
+    """Why that is not on disk."""
     weights: StateGather | None = None
     _checkpoint: StateGather | None = None
     validated: tuple[int, float] | None = None
@@ -137,8 +141,8 @@ class CheckpointGather:
 
     @property
     def unwritten(self) -> WriteFailed | None:
-        """Why weights that have arrived are not on disk."""
-        return self.weights.unwritten if self.weights is not None else None
+        """Why weights that have arrived, or the checkpoint from which the model grows, are not on disk."""
+        return self.weights.unwritten if self.weights is not None else self.unwritten_checkpoint
 
     def retry_write(self) -> None:
         if self.weights is not None and self.weights.unwritten is not None:
@@ -204,7 +208,14 @@ class CheckpointGather:
             if not checkpoint.given_up:
                 self.made = self._of[0]
                 self._store.saved(*self._of)
+                self._check_written()
         return asked
+
+    def _check_written(self) -> None:
+        if self.made == self.grows_at:
+            lack = self._store.lack()
+            what = f"the checkpoint from which the model grows cannot be written: {lack}"
+            self.unwritten_checkpoint = WriteFailed(what, "make room, and go on with --resume") if lack else None
 
     def lost(self, node: int) -> bool:
         """Whether a checkpoint was given up with a lost node: only that node has the snapshot."""

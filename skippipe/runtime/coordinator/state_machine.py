@@ -3,7 +3,8 @@
 It moves no tensors while training: per iteration, a few small messages from every node and one to every node. It takes
 messages and lost nodes in, and decides what follows. Each state has a part that does the work: `startup` until all
 nodes are ready, `commit_loop` while training, with the plan of `replanner` and the state sources of `recovery`,
-`state_gather` for checkpoints and weights; `failure_detector` looks at the clock, `reachability` at who can call whom.
+`state_gather` for checkpoints and weights, `run_end` when training ends; `failure_detector` looks at the clock,
+`reachability` at who can call whom.
 
 A decision is in the write-ahead log before any node is told (`wal_records`). So a coordinator that is restarted from
 its log finds the nodes where they are, and they repeat at most one iteration.
@@ -25,6 +26,7 @@ from skippipe.runtime.coordinator.membership import Member, Membership, MemberSt
 from skippipe.runtime.coordinator.reachability import Reachability
 from skippipe.runtime.coordinator.recovery import EmbeddingBackup, RecoverySourceSelector, StageProgress
 from skippipe.runtime.coordinator.replanner import PathLengths, Replanner
+from skippipe.runtime.coordinator.run_end import RunEnd
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.startup import Startup
 from skippipe.runtime.coordinator.state_gather import CheckpointGather
@@ -62,6 +64,8 @@ class Coordinator:
     callback: Callback
     wal: Sequence[WalRecord] = ()
     """What an earlier coordinator of this run has logged."""
+    first_term: int = 0
+    """The term of this coordinator, at least: others were there before the model grew."""
     leaves_nodes: bool = False
     """Does the run end without stopping nodes, which then wait for another coordinator?"""
     state: CoordinatorState = field(init=False)
@@ -70,31 +74,23 @@ class Coordinator:
     term: int = field(init=False)
     """How many coordinators this run had before."""
     progress: StageProgress = field(init=False)
-    is_disk_full: bool = field(init=False, default=False)
-    """Final weights have arrived, and cannot be written."""
-    _stepped: set[int] = field(init=False, default_factory=set)
-    """Nodes that have taken the last step."""
     _timed_out: int = field(init=False, default=-1)
     """The last iteration that started over because its deadline had passed."""
-    _stops_after_iteration: bool = field(init=False, default=False)
-    _aborts: bool = field(init=False, default=False)
-    """The run is to stop at once."""
-    _finishing: bool = field(init=False, default=False)
-    """All iterations are done, and a stage is missing for the final weights."""
 
     def __post_init__(self) -> None:
         env, settings, plan = self.env, self.settings, self.initial_plan
         log = RecoveredLog.read(self.wal, plan, settings.plans)
         self.state = CoordinatorState.REJOINING if self.wal else CoordinatorState.JOINING
-        self.term, self.progress = log.term, log.progress
-        if self.wal:
+        self.term, self.progress = max(log.term, self.first_term), log.progress
+        if self.term:
             env.append_wal({"term": self.term})
-        ids = count(first_id(log.term) + 1)
+        ids = count(first_id(self.term) + 1)
         resumed_from, recovery = settings.resumed_from, settings.recovery
         self.membership = membership = Membership(plan.cluster, ids=ids)
         self._detector = FailureDetector(self, membership, env, settings.deadlines)
         self._gather = CheckpointGather(
-            env, settings.checkpoint_every, -1 if resumed_from is None else resumed_from, ids
+            *(env, settings.checkpoint_every, -1 if resumed_from is None else resumed_from, ids),
+            grows_at=settings.iterations if settings.grows else None,
         )
         estimator = ClusterEstimator(
             log.plan, plan.cluster, env.now_ns(), membership.out_only, membership.relays, membership.relay_only_pairs
@@ -117,6 +113,10 @@ class Coordinator:
         )
         self._startup = Startup(
             self, log, resumed_from is not None, membership, env, self._replanner, self._recovery, self._commits
+        )
+        self._end = RunEnd(
+            *(self, settings, membership, self._gather, self._commits, self._validation, self._replanner),
+            *(self._detector, env, self.callback),
         )
         self._reachability = Reachability(self, membership, env, self._replanner, self._startup.go_on_if_complete)
         self._commits.open(settings.first_iteration if log.iteration is None else log.iteration + 1)
@@ -141,6 +141,15 @@ class Coordinator:
         return self._commits.current.is_disturbed
 
     @property
+    def is_disk_full(self) -> bool:
+        return self._end.is_disk_full
+
+    @property
+    def has_grown(self) -> bool:
+        """The run has ended for its model to grow: another coordinator goes on from the last checkpoint."""
+        return self._end.has_grown
+
+    @property
     def may_begin(self) -> bool:
         return self._startup.may_begin
 
@@ -159,7 +168,7 @@ class Coordinator:
             case CoordinatorState.JOINING:
                 return self._startup.missing
             case CoordinatorState.STEPPING:
-                return sorted(set(self.nodes) - self._stepped)
+                return self._end.awaits_step
             case CoordinatorState.VALIDATING:
                 return self._validation.awaited
             case _:
@@ -200,8 +209,7 @@ class Coordinator:
             case LinkDown() if control.peer in self.membership and control.peer != node:
                 self._detector.link_reported(node, control)
             case Stepped() if self.state is CoordinatorState.STEPPING and control.iteration + 1 == self._commits.end:
-                self._stepped.add(node)
-                self._gather_if_stepped()
+                self._end.stepped(node)
             case MicrobatchDone() | DrainAck() | Averaged() if self.state is CoordinatorState.TRAINING:
                 self._commits.on_message(node, control)
             case Validated() if self.state is CoordinatorState.VALIDATING:
@@ -215,11 +223,8 @@ class Coordinator:
             return
         self.membership.seen(node, self.env.now_ns())
         requested = self._gather.receive(node, message)
-        if self.state is not CoordinatorState.GATHERING:
-            return
-        if requested and not self._aborts:
-            self._detector.progress()
-        self._continue_gathering()
+        if self.state is CoordinatorState.GATHERING:
+            self._end.on_piece(requested)
 
     def on_malformed(self, node: int, what: str) -> None:
         """A node has sent a message that cannot be read; it is dropped."""
@@ -285,7 +290,7 @@ class Coordinator:
 
     def _resume_if_paused(self) -> None:
         if self.state is CoordinatorState.PAUSED:
-            self.gather_weights() if self._finishing else self._commits.restart("a plan is possible again")
+            self._end.gather_weights() if self._end.lacks_stage else self._commits.restart("a plan is possible again")
 
     # Failures
 
@@ -317,10 +322,8 @@ class Coordinator:
             case CoordinatorState.VALIDATING if node in self.plan.stage_of:
                 self._replanner.changed = True
                 self._commits.give_up_validation(f"'{self._name(node)}' is gone", lost=True)
-            case CoordinatorState.STEPPING:
-                self._gather_if_stepped()
-            case CoordinatorState.GATHERING:
-                self._continue_gathering() if self._gather.is_fetched else self.gather_weights()
+            case CoordinatorState.STEPPING | CoordinatorState.GATHERING:
+                self._end.node_lost()
             case _:
                 pass
 
@@ -367,8 +370,7 @@ class Coordinator:
         if self.state is CoordinatorState.PAUSED:
             self._resume_if_paused()
         else:
-            self._gather.retry_write()
-            self._continue_gathering()
+            self._end.retry_write()
 
     def fail(self, reason: str) -> None:
         """End the run and all nodes; the first reason counts."""
@@ -384,106 +386,22 @@ class Coordinator:
 
     def on_stop_requests(self, requests: int) -> None:
         """One request: the run ends after this iteration. Two: at once."""
-        if requests > 1:
-            self.stop_now()
-        elif requests:
-            self.stop_after_iteration()
-
-    def stop_after_iteration(self) -> None:
-        """Make the current iteration the last, as if no more had been asked for. If none is under way, stop now."""
-        if self._stops_after_iteration or self.over:
-            return
-        self._stops_after_iteration = True
-        if self.state in (CoordinatorState.TRAINING, CoordinatorState.VALIDATING):
-            order = self._validation.order  # after which its iteration is the last
-            self._commits.end = min(self._commits.end, (self.iteration if order is None else order.iteration) + 1)
-            self.log_event("ending", "after this iteration, as was asked; Ctrl-C again ends it at once")
-        else:
-            self.stop_now()
-
-    def stop_now(self) -> None:
-        """Give up the current iteration, and gather the weights as they are; before training there are none."""
-        if self._aborts or self.over:
-            return
-        self._aborts = True
-        self._detector.hurry()
-        if self.state in (CoordinatorState.TRAINING, CoordinatorState.VALIDATING):
-            self._validation.give_up()
-            self.callback.measured(self._replanner.estimator.measured_cluster())
-            self.gather_weights()
-        elif self.state is CoordinatorState.GATHERING and self._gather.weights is None:
-            self._detector.progress()
-            self.gather_weights()
-        elif self.state is CoordinatorState.PAUSED and self.membership.holders(self.plan):
-            self.gather_weights()
-        elif self.state not in (CoordinatorState.STEPPING, CoordinatorState.GATHERING):
-            self._finish()
+        self._end.on_stop_requests(requests)
 
     def await_last_step(self, stepped: set[int]) -> None:
-        """All iterations are committed: wait until all nodes have taken the last step; some have."""
-        self._stepped = stepped
-        self.enter(CoordinatorState.STEPPING)
-        self._gather_if_stepped()
-
-    def _gather_if_stepped(self) -> None:
-        if not self._stepped >= set(self.nodes):
-            return
-        if self._validation.is_due(self._commits.end, last=True) and not self._aborts:
-            self._commits.validate(self._commits.end - 1)
-        else:
-            self.gather_weights()
+        self._end.await_last_step(stepped)
 
     def gather_weights(self) -> None:
-        """Gather the last checkpoint and then the weights. In this order, because a stage that is lost with the last
-        node that holds it comes from the newest checkpoint."""
-        holders = self.membership.holders(self.plan)
-        if not holders:
-            lost = ", ".join(map(str, self.membership.lost_stages(len(self.plan.stages))))
-            if self._aborts:
-                self.fail(f"no node is left that has the weights of stage {lost}; resume from a checkpoint")
-            else:
-                self._finishing = self._replanner.changed = True
-                self._replanner.renew(self.iteration, finishing=True)
-                self._commits.pause(f"no node is left that has the weights of stage {lost}")
-            return
-        if self.state is not CoordinatorState.GATHERING:
-            self.enter(CoordinatorState.GATHERING)
-        if self._aborts or not self._gather.lacks(self._commits.end):
-            self._gather.gather_weights(holders)
-        elif not self._gather.busy:
-            self._gather.snapshot_and_gather(self._commits.end, self.progress.steps, holders)
+        self._end.gather_weights()
 
-    def _continue_gathering(self) -> None:
-        gather = self._gather
-        self._report_disk()
-        if self.is_disk_full:
-            return  # nodes keep their state meanwhile
-        if gather.over and (self._aborts or not gather.busy):
-            holders = {} if self._aborts else self.membership.holders(self.plan)
-            if not gather.repeat_last(self._commits.end, self.progress.steps, holders):
-                self._finish()
-        elif gather.weights is None and not gather.busy:
-            self.gather_weights()
-
-    def _report_disk(self) -> None:
-        """Report it once when weights cannot be written, and once when they can be written again."""
-        unwritten = self._gather.unwritten
-        if self.is_disk_full == (unwritten is not None):
-            return
-        self.is_disk_full = unwritten is not None
-        self._detector.progress()
-        deadlines = self.settings.deadlines
-        wait_s = (deadlines.abort if self._aborts else deadlines.disk_space).total_seconds()
-        waits = f"{unwritten}; nodes keep their state, and disk space is waited for, {wait_s / 60:.0f} minutes at most"
-        self.log_event("storage", waits if unwritten else "the model can be written again")
-
-    def _finish(self) -> None:
-        if self._stepped and self._gather.lacks(self._commits.end):
-            self.log_event("checkpoint", "none of the last iteration: the run was ended before it was made")
+    def finish(self, stop: Stop | None) -> None:
+        """All is on disk: the run ends. Without a `stop`, nodes wait for another coordinator."""
         self.state = CoordinatorState.DONE
-        self.env.append_wal({"stopped" if self.leaves_nodes else "done": self.iteration})
-        if not self.leaves_nodes:
-            self._stop_all(Stop(""))
+        if stop is not None:
+            self._stop_all(stop)
+            if stop.again:
+                for node in self.membership:
+                    self.env.disconnect(node)
 
     def enter(self, state: CoordinatorState) -> None:
         self.state = state
