@@ -22,7 +22,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks.local import Reports
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.build_run import build_run
-from skippipe.training.job_config import BatchConfig, DataConfig, EmulationConfig, JobConfig, PipelineConfig, Strategies
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import BatchConfig, DataConfig, EmulationConfig, PipelineConfig, Strategies
 from skippipe.workload import TEACHERS
 
 STRATEGIES: tuple[Strategies, ...] = ("dtfm", "dtfm-skip", "no-tc2", "skippipe")

@@ -64,14 +64,8 @@ from skippipe.runtime.node.agent import node_process
 from skippipe.runtime.train_role import ROLES
 from skippipe.timeline import Timing
 from skippipe.training.build_run import build_run
-from skippipe.training.job_config import (
-    BatchConfig,
-    DataConfig,
-    EmulationConfig,
-    JobConfig,
-    PipelineConfig,
-    TransportConfig,
-)
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import BatchConfig, DataConfig, EmulationConfig, PipelineConfig, TransportConfig
 from skippipe.transport.addresses import OUT_ONLY, free_port
 from skippipe.transport.keys import KeyFile, KeyPair, PeerList
 from tests.helpers.serve_process import Command, Server

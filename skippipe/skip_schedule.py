@@ -20,7 +20,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import groupby
@@ -153,6 +153,19 @@ class SkipSchedule:
     def growth(self) -> tuple[Fraction, ...]:
         """Shares of the run at which the model grows."""
         return tuple(parse_share(each.strip(), "recipe.grow") for each in self.grow.split(",")) if self.grow else ()
+
+    @cached_property
+    def young_shares(self) -> tuple[Fraction, ...]:
+        """For each step of the growth, the share of the stages that are not there until then."""
+        begins = (Fraction(0), *self.growth)
+        phases = (self._between(begin, end)[0] for begin, end in zip(begins, self.growth, strict=False))
+        return tuple(phase.turn[0][0] for phase in phases)
+
+    def when_grown(self) -> SkipSchedule:
+        """The schedule of the whole model, which follows when it has grown."""
+        pieces = zip(self.phases, self.skip.split(","), strict=True)
+        left = [text.strip() for phase, text in pieces if phase.until > self.grown_at]
+        return replace(self, grow="", grow_preserving=False, skip=", ".join(left))
 
     @property
     def grown_at(self) -> Fraction:

@@ -13,10 +13,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from skippipe.checkpoint.format import CheckpointOrigin
 from skippipe.errors import UserError
 from skippipe.model.flat_params import layout_of_stage
-from skippipe.model.model_spec import LAYER, ModelSpec, config_from
+from skippipe.model.model_spec import LAYER, ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stand_ins import is_bridge, trained_bridges
 from skippipe.optim.interface import ParamSlot
@@ -52,26 +51,34 @@ def donor_name(name: str, copied: Sequence[int]) -> str:
 
 
 class GrownState:
-    """Which tensors of a smaller model's checkpoint are those of a deeper model, with so many `layers` in each stage.
-    UserError if its layers cannot be copies."""
+    """Which tensors of a smaller model are those of a deeper one. UserError if its layers cannot be copies."""
 
-    def __init__(self, young: CheckpointOrigin, spec: ModelSpec, layers: tuple[int, ...]) -> None:
-        self._young = young
+    def __init__(
+        self,
+        young: ModelSpec,
+        young_layers: tuple[int, ...],
+        spec: ModelSpec,
+        layers: tuple[int, ...],
+        where: object = "the smaller model",
+    ) -> None:
+        """Both models with the layers of each of their stages; `where` names the smaller one in errors."""
+        self._young_layers = young_layers
         self._spec = spec
         self._layers = layers
-        self.donors = donor_layers(young.manifest.layers, layers)
+        self._where = where
+        self.donors = donor_layers(young_layers, layers)
         """For each layer, the layer of the smaller model that it is a copy of."""
-        self._check()
+        self._check(young)
 
     def name(self, name: str) -> str:
-        """The name of a tensor in the smaller model's checkpoint."""
+        """The name of a tensor in the smaller model."""
         return donor_name(name, self.donors)
 
-    def steps(self, stage: int) -> int:
-        """The least steps that the optimizers of all stages have taken that this one's layers are copied from."""
-        made = self._young.manifest
+    def steps(self, stage: int, young_steps: Sequence[int]) -> int:
+        """The steps of a stage's optimizer, from those of the smaller model's stages: the least of all that its layers
+        are copied from."""
         copied = {self.donors[layer] for layer in layer_ranges(self._layers)[stage]}
-        pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
+        pairs = zip(layer_ranges(self._young_layers), young_steps, strict=True)
         return min(steps for theirs, steps in pairs if copied & set(theirs))
 
     def new_tensor(self, slot: ParamSlot) -> Tensor | None:
@@ -87,22 +94,20 @@ class GrownState:
         made = (trained_bridges(self._spec, stage, stages) for stage in range(stages))
         return {name: weight.detach().flatten() for each in made if each for name, weight in each.named_weights()}
 
-    def _check(self) -> None:
-        made = self._young.manifest
-        theirs = ModelSpec(config_from(made.config), made.seed)
+    def _check(self, young: ModelSpec) -> None:
         for layer, donor in enumerate(self.donors):
-            ours, kind = self._spec.mask_kind(layer), theirs.mask_kind(donor)
-            if ours != kind:
-                raise self._unlike(f"layer {layer} ({ours})", f"layer {donor} ({kind})")
-        shapes = {slot.name: slot.shape for slot in _slots(theirs, made.layers)}
+            ours, theirs = self._spec.mask_kind(layer), young.mask_kind(donor)
+            if ours != theirs:
+                raise self._unlike(f"layer {layer} ({ours})", f"layer {donor} ({theirs})")
+        shapes = {slot.name: slot.shape for slot in _slots(young, self._young_layers)}
         for slot in _slots(self._spec, self._layers):
-            if not is_bridge(slot.name) and shapes.get(self.name(slot.name)) != slot.shape:
-                there = f"'{self.name(slot.name)}', which is not there or not so"
-                raise self._unlike(f"'{slot.name}' {list(slot.shape)}", there)
+            name = self.name(slot.name)
+            if not is_bridge(slot.name) and shapes.get(name) != slot.shape:
+                raise self._unlike(f"'{slot.name}' {list(slot.shape)}", f"'{name}', which is not there or not so")
 
     def _unlike(self, ours: str, theirs: str) -> UserError:
         return UserError(
-            f"{self._young.place}: {ours} cannot be a copy of {theirs}; "
+            f"{self._where}: {ours} cannot be a copy of {theirs}; "
             "cut both models into equal stages, over which the kinds of layers repeat (pipeline.stages)"
         )
 

@@ -225,14 +225,16 @@ class StateReader:
     _slots: dict[int, list[ParamSlot]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if sum(self.origin.manifest.layers) < sum(self.layers):
-            self.grown = GrownState(self.origin, self.spec, self.layers)
+        made = self.origin.manifest
+        if sum(made.layers) < sum(self.layers):
+            young = ModelSpec(config_from(made.config), made.seed)
+            self.grown = GrownState(young, made.layers, self.spec, self.layers, self.origin.place)
 
     def steps(self, stage: int) -> int:
         """Steps of the optimizer: the most of all stages that this one's layers came from."""
-        if self.grown is not None:
-            return self.grown.steps(stage)
         made = self.origin.manifest
+        if self.grown is not None:
+            return self.grown.steps(stage, made.steps)
         ours = layer_ranges(self.layers)[stage]
         pairs = zip(layer_ranges(made.layers), made.steps, strict=True)
         return max(steps for theirs, steps in pairs if set(theirs) & set(ours))

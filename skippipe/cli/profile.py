@@ -107,7 +107,8 @@ def profile(
     for name, value in (("--listen", listen), ("--join-timeout", join_timeout)):
         if local is not None and value is not None:
             raise UserError(f"{name}: is for nodes that join, and --local starts them here: leave one out")
-    from skippipe.training.job_config import BatchConfig, JobConfig, ModelConfig, load_job
+    from skippipe.training.job_config import JobConfig, load_job
+    from skippipe.training.job_tables import BatchConfig, ModelConfig
 
     usual = JobConfig(model=ModelConfig("llama-1.5b"), batch=BatchConfig(sequence=4096, samples=2))
     base = load_job(job) if job else usual

@@ -10,7 +10,7 @@ from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
 from skippipe.errors import UserError
 from skippipe.runtime.node_config import HeldOut, NodeConfig
-from skippipe.training.job_config import DataConfig, ValidationConfig
+from skippipe.training.job_tables import DataConfig, ValidationConfig
 
 
 def held_out_text(

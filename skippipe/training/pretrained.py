@@ -37,7 +37,8 @@ from skippipe.model_shape import HUB_NAME
 from skippipe.optim import OPTIMIZERS
 from skippipe.optim.interface import STORED_BYTES, ParamSlot
 from skippipe.training.depth_growth import differences
-from skippipe.training.job_config import JobConfig, ModelConfig
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import ModelConfig
 from skippipe.training.run import Run
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]

@@ -7,21 +7,25 @@ their lanes visit, in the order in which they visit them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from skippipe.checkpoint.grown_state import GrownState
 from skippipe.codecs import CODECS, compile_on_device
 from skippipe.constraints import circle
 from skippipe.data.batch_sampler import BatchSampler
+from skippipe.model.flat_params import FlatParams
 from skippipe.model.model_spec import ModelSpec
 from skippipe.model.stage import layer_ranges
 from skippipe.model.stage_step import StageStep, TeacherHidden
 from skippipe.model.stand_ins import StagePlace
+from skippipe.optim import OPTIMIZERS
 from skippipe.optim.config import OptimConfig
+from skippipe.optim.interface import ParamSlot
 from skippipe.plan import Plan
 from skippipe.skip_schedule import PathLength, SkipSchedule
 from skippipe.stage_subset import hops_of
@@ -91,6 +95,23 @@ class ReferenceTrainer:
             if count:
                 stage.weights.step(rate, scale / count)
         return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
+
+    def grow_from(self, young: ReferenceTrainer) -> None:
+        """Begin as the grown form of a smaller model, with its optimizer's state."""
+        grown = GrownState(young.spec, young.plan.layers, self.spec, self.plan.layers)
+        found = {slot.name: weights.read_state(slot.start, slot.size) for weights, slot in young.state_slots()}
+        for weights, slot in self.state_slots():
+            new = grown.new_tensor(slot)
+            weights.write_state(slot.start, found[grown.name(slot.name)] if new is None else new)
+        steps = [stage.weights.steps for stage in young.stages]
+        for index, stage in enumerate(self.stages):
+            stage.weights.steps = grown.steps(index, steps)
+
+    def state_slots(self) -> Iterator[tuple[FlatParams, ParamSlot]]:
+        """Every tensor of the weights and the optimizer's state, and the stage's weights whose state it lies in."""
+        for stage in self.stages:
+            for slot in OPTIMIZERS[self.learning.optimizer].state_slots(stage.weights.slots):
+                yield stage.weights, slot
 
     def sum_gradients(self) -> None:
         """What averaging makes of the sums of all stages' gradients: nothing, but for what an oracle does here."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 from skippipe.checkpoint.adapters import BASE
 from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
-from skippipe.checkpoint.manager import CheckpointManager, essence, no_checkpoint, origin_of
+from skippipe.checkpoint.manager import CheckpointManager, StateReader, essence, no_checkpoint, origin_of
 from skippipe.checkpoint.storage import ModelStore, Rescue, WriteFailures
 from skippipe.constraints import lanes_through
 from skippipe.data.tokenizer import TextTokenizer
@@ -54,6 +54,8 @@ class RunOptions:
     """Where the model and the last checkpoint go if the output folder cannot be written."""
     leaves_nodes: Callable[[], bool] = lambda: False
     """Whether nodes that joined by themselves wait for another coordinator when this one ends by request."""
+    has_grown: bool = False
+    """The model has had fewer layers before: a checkpoint of so many is read as that of the deeper one."""
 
 
 def check_resumable(checkpoints: Checkpoints, iterations: int) -> None:
@@ -72,6 +74,16 @@ def _check_iterations(origin: CheckpointOrigin, wanted: int) -> None:
         raise UserError(
             f"{origin.place}: has {done} iterations already, and the job wants {wanted}: set a higher number"
         )
+
+
+def newest_section(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a journal has of the model as it is now: since it has grown."""
+    begins = [place for place, record in enumerate(records) if "run" in record]
+    return list(records[begins[-1] if begins else 0 :])
+
+
+def _is_over(records: Sequence[dict[str, Any]]) -> bool:
+    return "done" in records[-1] or "grown" in records[-1]
 
 
 COORDINATORS = (
@@ -131,7 +143,7 @@ class Run(RunOptions):
         """The checkpoint to continue from; found and checked at the first access."""
         if not self.resumed or (self.recovered_records and not self.checkpoints.complete()):
             return None
-        origin = origin_of(self.checkpoints, self.node_config)
+        origin = origin_of(self.checkpoints, self.node_config, grown=self.has_grown)
         if not self.recovered_records:
             _check_iterations(origin, self.iterations)
         return origin
@@ -164,8 +176,9 @@ class Run(RunOptions):
         found = self.wal.records
         if self.resumed and found and journal_run_id(found) != self.run_id:
             raise UserError(f"{self.wal.path}: was written by another run; move it away to go on from a checkpoint")
+        found = newest_section(found)
         planned = [record for record in found if "plan" in record]
-        if self.resumed and self.nodes_join and planned and "done" not in found[-1]:
+        if self.resumed and self.nodes_join and planned and not _is_over(found):
             planned_names = [node["name"] for record in planned for node in record["plan"]["cluster"]["nodes"]]
             ours = [node.name for node in self.node_config.plan.cluster.nodes]
             if planned_names[: len(ours)] != ours or len(planned_names) % len(ours):
@@ -174,6 +187,8 @@ class Run(RunOptions):
                     "or remove the file to go on from a checkpoint"
                 )
             theirs, layers = Plan.from_json(planned[-1]["plan"]).layers, self.node_config.plan.layers
+            if self.has_grown and sum(theirs) < sum(layers):
+                return []  # nodes that are still there begin anew
             if theirs != layers:
                 there, here = (",".join(map(str, each)) for each in (theirs, layers))
                 raise UserError(
@@ -191,9 +206,26 @@ class Run(RunOptions):
         return []
 
     def begin_journal(self) -> None:
-        """Replace the journal of an earlier coordinator by an empty one, unless this run goes on with it."""
-        if not self.recovered_records:
-            self.wal.rewrite([{"run": self.run_id, "settings": _settings_of(self.node_config)}] if self.run_id else [])
+        """Replace the journal of an earlier coordinator by an empty one, unless this run goes on with it. When the
+        model has grown, a new section follows."""
+        if self.recovered_records:
+            return
+        first = {"run": self.run_id, "settings": _settings_of(self.node_config)}
+        if self._continues_journal:
+            self.wal.write(first)
+        else:
+            self.wal.rewrite([first] if self.run_id else [])
+
+    @property
+    def _continues_journal(self) -> bool:
+        """Whether the journal ends where the model has grown."""
+        return self.has_grown and bool(self.wal.records) and "grown" in self.wal.records[-1]
+
+    @property
+    def _first_term(self) -> int:
+        """The term of the coordinator: more than all before the model has grown."""
+        terms = [record["term"] for record in self.wal.records if "term" in record]
+        return 1 + max(terms, default=0) if self._continues_journal else 0
 
     @cached_property
     def wal_writer(self) -> WalWriter:
@@ -213,24 +245,37 @@ class Run(RunOptions):
         callback: Callback,
         started: Callable[[ProcessPool], None] = lambda pool: None,
         stop_requests: StopRequests = lambda: 0,
+        deeper: Iterable[Run] = (),
+        names: Sequence[str] = (),
     ) -> None:
-        """Train with every node as a process of this machine. Forks first: call it before threads are started."""
-        launcher = LocalLauncher(self.names, ROLES, self.output / "logs", self.security, self.restarts)
+        """Train with every node as a process of this machine, those of the plan or all with these names. Forks first:
+        call it before threads are started."""
+        launcher = LocalLauncher(names or self.names, ROLES, self.output / "logs", self.security, self.restarts)
         started(launcher.pool)
         if self.drills:
             drill = KillDrill(self.node_config.plan, self.drills, launcher.kill, callback)
             callback = CallbackList([callback, drill])
-        self.launch(launcher, callback, stop_requests)
+        self.launch(launcher, callback, stop_requests, deeper)
 
-    def launch(self, launcher: Launcher, callback: Callback, stop_requests: StopRequests = lambda: 0) -> None:
-        """Train with the nodes of a launcher, which is closed in the end."""
-        server = None
+    def launch(
+        self,
+        launcher: Launcher,
+        callback: Callback,
+        stop_requests: StopRequests = lambda: 0,
+        deeper: Iterable[Run] = (),
+    ) -> None:
+        """Train with the nodes of a launcher, which is closed in the end. Whenever the model grows, they go on with the
+        next of the `deeper` runs, which is made then."""
+        server, following = None, iter(deeper)
         try:
             endpoints = launcher.prepare()
-            run = self._listening(endpoints) if endpoints.coordinator_host else self
+            run = self._listening(endpoints)
             server = run.server(launcher.keys, endpoints.public_keys, endpoints.admission)
             launcher.start(server.address)
-            run.coordinate(server, callback, stop_requests, launcher.ended)
+            while run.coordinate(server, callback, stop_requests, launcher.ended):
+                run = next(following)._listening(endpoints)
+                run.report_growth(callback)
+                server.adopt(run.node_config, run.models.store, run.checkpoint_manager, run.wal_writer.write)
         finally:
             launcher.close()
             if server is not None:
@@ -238,6 +283,8 @@ class Run(RunOptions):
 
     def _listening(self, endpoints: NodeEndpoints) -> Run:
         """The same run, at an address that its nodes can reach; what was opened or read already stays so."""
+        if not endpoints.coordinator_host:
+            return self
         rendezvous = endpoints.torch_address if self.node_config.rendezvous else None
         listen = join_address(endpoints.coordinator_host, split_all(self.listen)[0][1])
         other = replace(self, node_config=replace(self.node_config, rendezvous=rendezvous), listen=listen)
@@ -266,23 +313,36 @@ class Run(RunOptions):
             self.checkpoints, self.node_config, self.spec, self.tokenizer, self.origin, self.rescue
         )
 
+    def report_growth(self, callback: Callback) -> None:
+        """Say how the model has grown since the checkpoint that the run goes on from."""
+        assert self.origin is not None
+        grown = StateReader(self.origin, self.node_config.plan.layers, self.spec).grown
+        if grown is not None:
+            before, after = sum(self.origin.manifest.layers), len(grown.donors)
+            text = f"{before} layers become {after}, copies of {' '.join(map(str, grown.donors))}"
+            callback.happened(Event("grown", self.first, text))
+
     def coordinate(
         self, server: CoordinatorServer, callback: Callback, stop_requests: StopRequests, ended: EndedNodes = lambda: ()
-    ) -> None:
+    ) -> bool:
+        """Train with the nodes that join the server; whether the model is to grow now."""
         from skippipe.planner.repair.repair import compile_repair
 
         threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
+        first_term = self._first_term
         self.begin_journal()
-        server.run(
+        has_grown = server.run(
             self.resumed_settings,
             callback,
             wal=self.recovered_records,
+            first_term=first_term,
             ended=ended,
             stop_requests=stop_requests,
             leaves_nodes=lambda: self.nodes_join and self.leaves_nodes(),
         )
         self.close(callback)
         self.wal.close()
+        return has_grown
 
     def close(self, callback: Callback) -> None:
         """Wait until checkpoints are on disk; if the last one could not be written, there is an event."""

@@ -23,7 +23,8 @@ from skippipe.errors import UserError, install_command
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, ValidationReport
 
 if TYPE_CHECKING:
-    from skippipe.training.job_config import JobConfig, ReportConfig
+    from skippipe.training.job_config import JobConfig
+    from skippipe.training.job_tables import ReportConfig
     from skippipe.training.metrics import IterationMetrics
 
 log = logging.getLogger(__name__)

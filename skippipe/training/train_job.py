@@ -102,7 +102,7 @@ def start_notes(job: JobConfig, *, nodes_here: bool, listens: bool) -> Iterator[
     """What the job may not mean as it is, a line each. With `listens`, nodes connect to transport.listen."""
     import torch
 
-    from skippipe.training.job_config import ComputeConfig
+    from skippipe.training.job_tables import ComputeConfig
     from skippipe.transport.addresses import is_loopback, split_all
 
     transport = job.transport

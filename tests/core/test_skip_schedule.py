@@ -15,7 +15,8 @@ from skippipe.errors import UserError
 from skippipe.simulator import simulate
 from skippipe.skip_schedule import Phase, SkipSchedule, deal_lengths, mean_repeats, path_length_text, visited_of
 from skippipe.timeline import Timing
-from skippipe.training.job_config import JobConfig, PipelineConfig
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import PipelineConfig
 from skippipe.training.metrics import timetable_text, turn_text
 from tests.helpers.single_node import long_plan
 

@@ -36,10 +36,10 @@ from skippipe.runtime.messages import COORDINATOR
 from skippipe.runtime.simulation.fault_injection import RELAY, Fault
 from skippipe.simulator import simulate
 from skippipe.timeline import Timing
-from skippipe.training.job_config import (
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import (
     CheckpointConfig,
     DataConfig,
-    JobConfig,
     ModelConfig,
     PipelineConfig,
     RecoveryConfig,

@@ -13,11 +13,11 @@ from skippipe.data.tokenizer import train_bpe
 from skippipe.runtime.coordinator.interfaces import Callback, IterationReport
 from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import RunSetup
-from skippipe.training.job_config import (
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import (
     BatchConfig,
     ComputeConfig,
     DataConfig,
-    JobConfig,
     ModelConfig,
     PipelineConfig,
     TransportConfig,

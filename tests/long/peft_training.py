@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 from skippipe.checkpoint.manager import export_adapter
 from skippipe.model.lora import LoraConfig
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import BatchConfig, CheckpointConfig, JobConfig
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import BatchConfig, CheckpointConfig
 from tests.helpers.models import FAMILIES
 from tests.helpers.pretrained_jobs import folder_of, job_in, loss_of_transformers, trained
 

@@ -17,7 +17,8 @@ import wandb
 from mlflow import MlflowClient
 
 from skippipe.runtime.coordinator.interfaces import IterationReport, ValidationReport
-from skippipe.training.job_config import JobConfig, ReportConfig
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import ReportConfig
 from skippipe.training.metrics import CallbackList, IterationMetrics
 from skippipe.training.trackers import trackers_of
 from tests.helpers.fault_scenarios import wide

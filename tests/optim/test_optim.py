@@ -46,7 +46,8 @@ from skippipe.runtime.state_source import StateSource
 from skippipe.runtime.train_role import build_stage_executor
 from skippipe.toml_config import from_table
 from skippipe.training.depth_growth import grow, young_of
-from skippipe.training.job_config import AveragingConfig, JobConfig
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import AveragingConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run
 from skippipe.workload import Workload

@@ -42,7 +42,7 @@ from skippipe.runtime.train_role import build_node_executor
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.stage_subset import StageHop
 from skippipe.training.build_run import build_run
-from skippipe.training.job_config import ModelConfig
+from skippipe.training.job_tables import ModelConfig
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.transport.message import Message
 from tests.helpers.exact_training import (

@@ -46,7 +46,8 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.state_source import StateSource
 from skippipe.training.build_run import RunSetup
-from skippipe.training.job_config import CheckpointConfig, JobConfig, RecoveryConfig
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import CheckpointConfig, RecoveryConfig
 from skippipe.transport.message import BackupPiece, Message, StatePiece
 from tests.helpers import exact_training
 from tests.helpers.exact_training import plan_of, tensors_of

@@ -16,14 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skippipe.errors import UserError
 from skippipe.optim.config import OptimConfig
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import (
-    BatchConfig,
-    DataConfig,
-    JobConfig,
-    ModelConfig,
-    PipelineConfig,
-    TransportConfig,
-)
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import BatchConfig, DataConfig, ModelConfig, PipelineConfig, TransportConfig
 from tests.helpers.chats import chat_tokenizer, chats
 from tests.helpers.models import tiny
 from tests.helpers.pretrained_jobs import trained

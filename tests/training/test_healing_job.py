@@ -40,16 +40,16 @@ from skippipe.study.healing import HealSettings, begin_healing
 from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.depth_growth import young_of
-from skippipe.training.job_config import (
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_plan import plan_of_earlier_run
+from skippipe.training.job_tables import (
     AveragingConfig,
     CheckpointConfig,
-    JobConfig,
     ModelConfig,
     PipelineConfig,
     RecoveryConfig,
     ValidationConfig,
 )
-from skippipe.training.job_plan import plan_of_earlier_run
 from skippipe.training.run import RunOptions
 from skippipe.training.train_job import _announce
 from skippipe.validate import validate

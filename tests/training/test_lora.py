@@ -28,7 +28,8 @@ from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
 from skippipe.runtime.stage_executor import StageExecutor
 from skippipe.runtime.train_role import build_stage_executor
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import CheckpointConfig, JobConfig, ModelConfig, RecoveryConfig
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import CheckpointConfig, ModelConfig, RecoveryConfig
 from skippipe.workload import Workload
 from tests.helpers.exact_training import SKIPPED, assert_exact, plan_of
 from tests.helpers.pretrained_jobs import NEAR, folder_of, job_in, loss_of_transformers, trained

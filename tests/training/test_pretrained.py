@@ -16,7 +16,7 @@ from skippipe.data.tokenizer import train_bpe
 from skippipe.errors import UserError
 from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import build_run
-from skippipe.training.job_config import ModelConfig
+from skippipe.training.job_tables import ModelConfig
 from tests.helpers.models import FAMILIES
 from tests.helpers.pretrained_jobs import NEAR, Losses, folder_of, job_in, loss_of_transformers, trained
 from tests.helpers.processes import Command

@@ -15,14 +15,8 @@ from skippipe.planner.problem import PlanRequest
 from skippipe.skip_schedule import SkipSchedule
 from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import build_run, warn_uncounted
-from skippipe.training.job_config import (
-    BatchConfig,
-    ComputeConfig,
-    DataConfig,
-    JobConfig,
-    PipelineConfig,
-    TransportConfig,
-)
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import BatchConfig, ComputeConfig, DataConfig, PipelineConfig, TransportConfig
 from skippipe.training.run import RunOptions
 from skippipe.training.train_job import run_job, start_notes
 from tests.helpers.model_folders import checkpoint_in

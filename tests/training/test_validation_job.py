@@ -27,11 +27,11 @@ from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, V
 from skippipe.stage_subset import StageSubset
 from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_config import (
+from skippipe.training.job_config import JobConfig
+from skippipe.training.job_tables import (
     BatchConfig,
     CheckpointConfig,
     DataConfig,
-    JobConfig,
     ModelConfig,
     PipelineConfig,
     ReportConfig,

@@ -143,6 +143,7 @@ EventKind = Literal[
     "admitted",
     "revoked",
     "checked",
+    "grown",
 ]
 
 StopRequests = Callable[[], int]

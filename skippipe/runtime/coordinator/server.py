@@ -45,12 +45,8 @@ class CoordinatorServer:
         append_wal: Callable[[dict[str, Any]], None] = lambda record: None,
         admission: Admission | None = None,
     ) -> None:
-        self.checkpoint_store = checkpoint_store
         self.machine: Coordinator | None = None
-        self.store_weights = store
-        self.append_wal = append_wal
-        self._node_config = node_config
-        self._node_config_json = node_config.to_json()
+        self.adopt(node_config, store, checkpoint_store, append_wal)
         self._publics = publics
         self._names = {number: node.name for number, node in enumerate(node_config.plan.cluster.nodes)}
         self._numbers = dict(node_config.plan.cluster.number)
@@ -65,11 +61,25 @@ class CoordinatorServer:
             on_relay=lambda name, info: self._machine.on_relay(name, info),
             on_relay_only=lambda a, b, now: self._machine.on_relay_only(self._numbers[a], self._numbers[b], now),
         )
-        self._plan_json: tuple[Plan, dict[str, Any]] | None = None
         self._admission = admission
         if admission is not None:
             admission.needs = self._needs
             admission.follow(self._listener)
+
+    def adopt(
+        self,
+        node_config: NodeConfig,
+        store: Callable[[int, int, Any], None],
+        checkpoint_store: CheckpointStore | None,
+        append_wal: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """What `run` trains from now on: of another run with nodes of the same names."""
+        self.checkpoint_store = checkpoint_store
+        self.store_weights = store
+        self.append_wal = append_wal
+        self._node_config = node_config
+        self._node_config_json = node_config.to_json()
+        self._plan_json: tuple[Plan, dict[str, Any]] | None = None
 
     @property
     def address(self) -> str:
@@ -81,14 +91,20 @@ class CoordinatorServer:
         callback: Callback,
         *,
         wal: Sequence[Mapping[str, Any]] = (),
+        first_term: int = 0,
         ended: EndedNodes = lambda: (),
         stop_requests: StopRequests = lambda: 0,
         leaves_nodes: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Train; UserError if it cannot be done. `leaves_nodes`: whether nodes are to wait for another coordinator when
-        this one ends by request."""
-        self.machine = Coordinator(self._node_config.plan, settings, self, callback, wal)
+    ) -> bool:
+        """Train; whether the model is to grow now: then nodes stay connected, for the run that is adopted next.
+
+        UserError if it cannot be done. `leaves_nodes`: whether nodes are to wait for another coordinator when this one
+        ends by request.
+        """
+        self.machine = Coordinator(self._node_config.plan, settings, self, callback, wal, first_term)
         self._listener.fence.term = self.machine.term
+        for name, info in self._listener.relays.items():  # that came before the model has grown
+            self.machine.on_relay(name, info)
         try:
             while not self.machine.over:
                 self._poll(self.machine, poll_s(settings.deadlines.heartbeat.total_seconds()), ended)
@@ -98,9 +114,11 @@ class CoordinatorServer:
             self.machine.fail("the run was ended")
             raise
         finally:
-            self._mailbox.close(CLOSE_LINGER_S)
+            if not self.machine.has_grown:
+                self._mailbox.close(CLOSE_LINGER_S)
         if self.machine.failure:
             raise UserError(self.machine.failure)
+        return self.machine.has_grown
 
     def _poll(self, machine: Coordinator, timeout_s: float, ended: EndedNodes) -> None:
         machine.membership.may_relay = bool(self._listener.relay_names)
