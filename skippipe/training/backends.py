@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skippipe.checkpoint.manager import StateReader
 from skippipe.codecs import encode
@@ -19,25 +20,52 @@ from skippipe.runtime.coordinator.validation import Validation
 from skippipe.runtime.node.interfaces import node_devices
 from skippipe.training.build_run import RunSetup
 
+if TYPE_CHECKING:
+    from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
+    from skippipe.training.reference import ReferenceTrainer
+
 Backend = Callable[[RunSetup, Callback, StopRequests], None]
 
 
 def processes(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Every node as a process of this machine; or, with a list of peers, nodes that join from anywhere."""
-    run, transport = run_setup.run, run_setup.job.transport
+    run, transport, names = run_setup.run, run_setup.job.transport, run_setup.node_names
+    deeper = run_setup.deeper_runs()
     if transport.peers:
-        run.launch(JoinLauncher(run.names, Path(transport.key), Path(transport.peers)), callback, stop_requests)
+        run.launch(JoinLauncher(names, Path(transport.key), Path(transport.peers)), callback, stop_requests, deeper)
     else:
-        run.launch_local(callback, stop_requests=stop_requests)
+        run.launch_local(callback, stop_requests=stop_requests, deeper=deeper, names=names)
 
 
 def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Without nodes: the reference trainer, microbatch after microbatch."""
+    *_, largest = run_setup.depths
+    validation = Validation(largest.coordinator_settings.validation)
+    trainer = _reference_trainer(run_setup)
+    origin = run_setup.run.origin
+    if origin is not None:  # the weights that the job begins with
+        reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
+        for index, stage in enumerate(trainer.stages):
+            if stage.weights.slots:
+                stage.weights.write_state(0, reader.weights(index))
+            if stage.weights.frozen_slots:
+                stage.weights.write_state(stage.weights.trained_values, reader.weights(index, frozen=True))
+    _train_in_process(run_setup, trainer, validation, range(run_setup.job.iterations), callback, stop_requests)
+    while run_setup.grows_into is not None and not stop_requests():
+        first, run_setup = run_setup.job.iterations, run_setup.grown
+        young, trainer = trainer, _reference_trainer(run_setup)
+        trainer.grow_from(young)
+        iterations = range(first, run_setup.job.iterations)
+        _train_in_process(run_setup, trainer, validation, iterations, callback, stop_requests)
+    stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))
+    run_setup.run.store(stages, callback, stop_requests)
+
+
+def _reference_trainer(run_setup: RunSetup) -> ReferenceTrainer:
     from skippipe.training.reference import ReferenceTrainer
 
     job = run_setup.job
-    node_config = run_setup.node_config
-    trainer = ReferenceTrainer(
+    return ReferenceTrainer(
         run_setup.plan,
         run_setup.spec,
         job.schedule,
@@ -48,31 +76,41 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
         device=parse_devices(job.compute.device)[0],
         compiled=job.compute.compiled,
     )
-    origin = run_setup.run.origin
-    if origin is not None:  # the weights that the job begins with
-        reader = StateReader(origin, run_setup.plan.layers, run_setup.spec)
-        for index, stage in enumerate(trainer.stages):
-            if stage.weights.slots:
-                stage.weights.write_state(0, reader.weights(index))
-            if stage.weights.frozen_slots:
-                stage.weights.write_state(stage.weights.trained_values, reader.weights(index, frozen=True))
-    held_out, validation = node_config.held_out_sampler(), Validation(run_setup.coordinator_settings.validation)
-    for number in range(job.iterations):
+
+
+def _train_in_process(
+    run_setup: RunSetup,
+    trainer: ReferenceTrainer,
+    validation: Validation,
+    iterations: range,
+    callback: Callback,
+    stop_requests: StopRequests,
+) -> None:
+    held_out = run_setup.node_config.held_out_sampler()
+    for number in iterations:
         began_s = time.monotonic()
         done = trainer.iteration(number)
         took_s = time.monotonic() - began_s
         callback.iteration_done(IterationReport(*done, took_s, {}, {}))
-        if held_out is not None and validation.is_due(number + 1, last=number + 1 == job.iterations):
+        last = number + 1 == run_setup.whole_job.iterations
+        if held_out is not None and validation.is_due(number + 1, last=last):
             loss = trainer.held_out_loss(held_out)
             callback.validated(validation.add(number, loss, time.monotonic() - began_s - took_s))
-        if stop_requests() or validation.is_hopeless:
+        if stop_requests() or (validation.is_hopeless and run_setup.grows_into is None):
             break
-    stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))
-    run_setup.run.store(stages, callback, stop_requests)
 
 
 def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Every node's own code on real tensors, in one thread and in virtual time: seconds are those of the plan."""
+    cluster = _run_virtually(run_setup, callback, stop_requests)
+    while cluster.coordinator.has_grown:
+        run_setup = run_setup.grown
+        run_setup.run.report_growth(callback)
+        cluster = _run_virtually(run_setup, callback, stop_requests)
+    run_setup.run.store(sorted(cluster.stored.items()), callback, stop_requests)
+
+
+def _run_virtually(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> VirtualCluster:
     from skippipe.runtime.device_pool import DevicePool
     from skippipe.runtime.simulation.virtual_cluster import VirtualCluster
     from skippipe.runtime.stage_executor import StageExecutor
@@ -88,6 +126,7 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
 
     if run.resumed:  # what an earlier coordinator has logged is not about what comes now
         run.begin_journal()
+        run.wal.close()
     executors = {node: executor(node, node_config.plan) for node in node_config.plan.stage_of}
     cluster = VirtualCluster(
         node_config.plan,
@@ -102,7 +141,7 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
     run.close(callback)
     if cluster.coordinator.failure:
         raise UserError(cluster.coordinator.failure)
-    run.store(sorted(cluster.stored.items()), callback, stop_requests)
+    return cluster
 
 
 def ray(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
@@ -115,7 +154,8 @@ def ray(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) ->
     if job.transport.peers:
         raise UserError("transport.peers: is for nodes that join by themselves; Ray's have keys made for the run")
     gpus = int(job.compute.device.startswith("cuda"))
-    run.launch(RayLauncher(run.names, job.compute.threads, gpus, run.security), callback, stop_requests)
+    launcher = RayLauncher(run_setup.node_names, job.compute.threads, gpus, run.security)
+    run.launch(launcher, callback, stop_requests, run_setup.deeper_runs())
 
 
 BACKENDS: dict[str, Backend] = {

@@ -4,7 +4,7 @@ started."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
@@ -36,6 +36,7 @@ from skippipe.runtime.coordinator.settings import (
 from skippipe.runtime.node_config import NodeConfig
 from skippipe.runtime.train_role import check_sharding
 from skippipe.skip_schedule import PathLength
+from skippipe.training.depth_growth import depth_reached, grown_job, young_jobs
 from skippipe.training.held_out import held_out_samples, held_out_text
 from skippipe.training.job_config import JobConfig
 from skippipe.training.job_plan import (
@@ -81,6 +82,49 @@ class RunSetup(RunOptions):
     """Length of paths → how many iterations of the run have such paths."""
     held_out_tokens: TokenFile | None = None
     """The text of validation.texts."""
+    given_job: JobConfig | None = None
+    """The job of the whole run, if its model grows: `job` is of one depth."""
+    grows_into: RunSetup | None = None
+    """What follows when the model grows after the last iteration of `job`."""
+    nodes_are_there: bool = False
+    """The model has grown just now: nodes begin anew."""
+
+    @cached_property
+    def grown(self) -> RunSetup:
+        """What follows, which goes on from the last checkpoint."""
+        assert self.grows_into is not None
+        return replace(self.grows_into, resumed=True, nodes_are_there=True)
+
+    @property
+    def whole_job(self) -> JobConfig:
+        """The job as it was given."""
+        return self.given_job or self.job
+
+    @property
+    def depths(self) -> Iterator[RunSetup]:
+        """This setup and those that follow when the model grows."""
+        setup: RunSetup | None = self
+        while setup is not None:
+            yield setup
+            setup = setup.grows_into
+
+    @property
+    def reached(self) -> RunSetup:
+        """The setup of the depth that the run has come to."""
+        return self.grown.reached if "grown" in vars(self) else self
+
+    @property
+    def node_names(self) -> list[str]:
+        """Names of the nodes that the plan of any depth uses."""
+        used = {number for setup in self.depths for number in setup.plan.stage_of}
+        return [self.plan.cluster.nodes[number].name for number in sorted(used)]
+
+    def deeper_runs(self) -> Iterator[Run]:
+        """Runs of deeper models, each made when the one before it has ended."""
+        setup = self
+        while setup.grows_into is not None:
+            setup = setup.grown
+            yield setup.run
 
     @cached_property
     def sampler(self) -> BatchSampler:
@@ -98,13 +142,15 @@ class RunSetup(RunOptions):
 
         A resumed run has them, and goes on if they cannot be written again.
         """
-        failures, path = WriteFailures(), Path(self.job.output) / JOB_FILE
+        failures, job, path = WriteFailures(), self.whole_job, Path(self.job.output) / JOB_FILE
         with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
-            write_text(path, json_text(asdict(replace(self.job, recipe=self.job.followed))) + "\n")
-        for length, plan in self.plans.items():
-            path = plan_file(self.job, None if plan is self.plan else length)
-            with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
-                plan.save(path)
+            write_text(path, json_text(asdict(replace(job, recipe=job.followed))) + "\n")
+        for setup in self.depths:
+            for length, plan in setup.plans.items():
+                young_stages = len(plan.stages) if setup.grows_into else 0
+                path = plan_file(job, None if plan is setup.plan else length, young_stages)
+                with failures.tolerated(path, "it stays as it was") if self.resumed else nullcontext():
+                    plan.save(path)
 
     @cached_property
     def node_config(self) -> NodeConfig:
@@ -142,6 +188,7 @@ class RunSetup(RunOptions):
         return CoordinatorSettings(
             optim=job.schedule,
             iterations=job.iterations,
+            grows=self.grows_into is not None,
             skip_schedule=job.followed,
             plans=self.plans,
             recorded=RecordedIterations(job.report.recorded, job.iterations),
@@ -154,7 +201,7 @@ class RunSetup(RunOptions):
             deadlines=Deadlines(
                 iteration=max(Deadlines.iteration, ITERATION_TIMEOUT_FACTOR * promised),
                 heartbeat=timedelta(seconds=survive.heartbeat_s),
-                join=timedelta(seconds=survive.join_s),
+                join=Deadlines.rejoin if self.nodes_are_there else timedelta(seconds=survive.join_s),
             ),
             recovery=RecoverySettings(
                 lost_stage=survive.lost_stage,
@@ -214,8 +261,9 @@ class RunSetup(RunOptions):
     def check_room(self, rescue: Path | None = None) -> None:
         """UserError unless there is room for the model and for all checkpoints that there will be at one time. A run
         that is resumed with a rescue folder may have been resumed because the output folder has no room."""
-        job, work = self.job, self.plan.workload
-        stages = list(enumerate(self.plan.layers))
+        *_, largest = self.depths
+        job, plan, work = self.whole_job, largest.plan, largest.plan.workload
+        stages = list(enumerate(plan.layers))
         model_bytes = STORED_BYTES * work.model.parameters
         checkpoint_bytes = sum(work.checkpoint_bytes(stage, layers) for stage, layers in stages)
         if self.spec.frozen and not self.resumed:
@@ -244,12 +292,43 @@ def build_run(
 
     `request` is the budget of planning; none: the job's. Without `nodes_here`, nodes check their device themselves.
 
-    A resumed run keeps the plan that it had, if that still fits the job's model and cluster.
+    A resumed run keeps the plan that it had, if that still fits the job's model and cluster. If the model grows, all of
+    it is prepared beforehand, from the depth that the run has come to.
     """
     if nodes_here:
         parse_devices(job.compute.device)
     if options.resumed and not job.transport.peers:  # nodes that joined may have gone on after the checkpoint
         check_resumable(Checkpoints(Path(job.output) / "checkpoints", run_id=options.run_id), job.iterations)
+    if not job.recipe.grow:
+        run_setup = _build_depth(job, reading, request, options, plan_file(job))
+    else:
+        run_setup = _build_growing(job, reading, request, options)
+    _ = run_setup.sampler  # is the text long enough?
+    if options.resumed:
+        _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
+    return run_setup
+
+
+def _build_growing(
+    job: JobConfig, reading: PrepareProgress, request: PlanRequest | None, options: RunOptions
+) -> RunSetup:
+    """The setup of the depth that the run begins with, or has come to, with those of all that follow."""
+    later = replace(options, has_grown=True)
+    whole = _build_depth(grown_job(job), reading, request, later, plan_file(job))
+    young = young_jobs(job, whole.spec.layers, len(whole.plan.stages), whole.plan.microbatches)
+    reached = depth_reached([*young, job], whole.spec.layers, options.run_id) if options.resumed else 0
+    found = replace(whole, given_job=job)
+    for number in reversed(range(reached, len(young))):
+        file = plan_file(job, young_stages=young[number].pipeline.stages)
+        setup = _build_depth(young[number], reading, request, later if number else options, file)
+        found = replace(setup, given_job=job, grows_into=found)
+    return found
+
+
+def _build_depth(
+    job: JobConfig, reading: PrepareProgress, request: PlanRequest | None, options: RunOptions, file: Path
+) -> RunSetup:
+    """The setup for a model of one depth; `file` is where an earlier run has saved its plan."""
     job = with_pretrained(job)
     make_folder(Path(job.output))
     check_trackers(job.report)
@@ -282,7 +361,7 @@ def build_run(
         check_healed_stages(job.pipeline.plan, Path(job.model.weights), given.layers)
     plan = checked_plan(given, job, spec) if given else None
     if plan is None and options.resumed:
-        plan = plan_of_earlier_run(job, spec)
+        plan = plan_of_earlier_run(job, spec, file)
     request = request or PlanRequest(seed=job.seed, budget_s=job.pipeline.budget_s)
     if plan is None:
         plan = make_job_plan(job, cluster, example, spec, request)
@@ -291,11 +370,7 @@ def build_run(
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
     held_out = held_out_text(job.validation, job.data, tokens, reading)
     plan = plans[most_frequent(lengths)]
-    run_setup = RunSetup(job, plan, spec, tokens, plans, lengths, held_out, **vars(options))
-    _ = run_setup.sampler  # is the text long enough?
-    if options.resumed:
-        _ = run_setup.run.origin  # UserError if there is no checkpoint to continue from
-    return run_setup
+    return RunSetup(job, plan, spec, tokens, plans, lengths, held_out, **vars(options))
 
 
 def warn_uncounted(spec: ModelSpec) -> None:

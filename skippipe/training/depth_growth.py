@@ -7,8 +7,9 @@ its recipe says when (`recipe.grow`); or the newest checkpoint of one run become
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from skippipe.model.model_files import TEXT_FIELDS
 from skippipe.model.model_spec import config_named
 from skippipe.optim import OPTIMIZERS
 from skippipe.plan import Plan
+from skippipe.skip_schedule import visited_of, young_stages
+from skippipe.stage_subset import whole_numbers
 from skippipe.training.job_config import JobConfig
-from skippipe.training.run import Run
+from skippipe.training.run import Run, layers_in_use
+from skippipe.workload import split_evenly
 
 FILE_FIELDS = ("transformers_version", "_name_or_path", "architectures", "dtype", *TEXT_FIELDS)
 """Fields of a configuration that say nothing about weights."""
@@ -37,6 +41,60 @@ class Grown:
     """The checkpoint to resume from."""
     donors: tuple[int, ...]
     """For each layer, the layer of the smaller model that it is a copy of."""
+
+
+def grown_job(job: JobConfig) -> JobConfig:
+    """The job of the whole model, which a run whose model grows ends with."""
+    return replace(job, recipe=job.recipe.when_grown(), learning=job.schedule)
+
+
+def young_jobs(job: JobConfig, layers: int, stages: int, microbatches: int) -> list[JobConfig]:
+    """The jobs before that, from the smallest model on, each until its model grows. The whole one has so many layers,
+    stages and microbatches."""
+    recipe, of_whole = job.recipe, _stage_layers(job, layers, stages)
+    batch = replace(job.batch, microbatches=microbatches)
+    young, before = [], 1
+    for step, share in zip(recipe.growth, recipe.young_shares, strict=True):
+        visited = visited_of(share, stages)
+        if not before < visited < stages:
+            raise UserError(
+                f"recipe.grow: until {float(step):.0%} of the run the model has {visited} of {stages} stages, as "
+                f"recipe.skip says; it takes more than {before} and fewer than {stages}"
+            )
+        before = visited
+        kept = [of_whole[stage] for stage in young_stages(stages, visited)]
+        given = ",".join(map(str, kept)) if job.pipeline.layers else ""
+        young.append(
+            replace(
+                job,
+                iterations=math.ceil(step * job.iterations),
+                model=replace(job.model, layers=sum(kept)),
+                pipeline=replace(job.pipeline, stages=visited, layers=given),
+                batch=batch,
+                learning=job.schedule,
+                recipe=replace(recipe, grow="", skip="0", bridges=0, distill=0.0, distill_hidden=0.0),
+                validation=replace(job.validation, patience=0),
+            )
+        )
+    return young
+
+
+def _stage_layers(job: JobConfig, layers: int, stages: int) -> Sequence[int]:
+    """The layers of each stage of the whole model."""
+    return (
+        whole_numbers(job.pipeline.layers, "pipeline.layers") if job.pipeline.layers else split_evenly(layers, stages)
+    )
+
+
+def depth_reached(jobs: Sequence[JobConfig], layers: int, run_id: str) -> int:
+    """Which of these jobs a run that is resumed is in; the last is of a model of so many layers."""
+    output, depths = Path(jobs[-1].output), [*(job.model.layers for job in jobs[:-1]), layers]
+    newest = Checkpoints(output / "checkpoints", run_id=run_id).newest_sound()
+    done = newest.manifest.iterations if newest else 0
+    in_use = layers_in_use(output / "journal") if jobs[-1].transport.peers else None
+    if in_use in depths and jobs[depths.index(in_use)].iterations > done:
+        return depths.index(in_use)  # nodes may be further than the checkpoint
+    return next((number for number, job in enumerate(jobs) if done < job.iterations), len(jobs) - 1)
 
 
 def young_of(run: Path) -> CheckpointOrigin:

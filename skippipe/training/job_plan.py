@@ -199,9 +199,11 @@ def _explain_infeasible(length: PathLength, stages: int) -> Iterator[None]:
         raise Infeasible(f"recipe.skip: paths through {path_length_text(length)} of {stages} stages: {error}") from None
 
 
-def plan_file(job: JobConfig, length: PathLength | None = None) -> Path:
-    """A plan's file in the output folder; with a length: for paths that are not of the most frequent length."""
+def plan_file(job: JobConfig, length: PathLength | None = None, young_stages: int = 0) -> Path:
+    """A plan's file in the output folder. With a length: for paths that are not of the most frequent length; or of a
+    model of so many stages that is still to grow."""
     which = "" if length is None else "-" + path_length_text(length).replace(" & ", "-").replace(" ", "")
+    which = f"-of-{young_stages}" if young_stages else which
     return Path(job.output) / f"plan{which}.json"
 
 
@@ -215,9 +217,8 @@ def _saved_plan(job: JobConfig, plan: Plan, length: PathLength) -> Plan | None:
     return found if alike and has_lengths(found, length) and not validate(found) else None
 
 
-def plan_of_earlier_run(job: JobConfig, spec: ModelSpec) -> Plan | None:
-    """The plan that an earlier run has saved in the output folder, if it fits."""
-    path = plan_file(job)
+def plan_of_earlier_run(job: JobConfig, spec: ModelSpec, path: Path) -> Plan | None:
+    """The plan that an earlier run has saved, if it fits."""
     try:
         found = Plan.load(path)
         settled = _settled_by(found)

@@ -126,18 +126,28 @@ class CallbackList(Callback):
                     log.warning("%s", line)
 
 
-def promised_left(job: JobConfig, plan: Plan, plans: Mapping[PathLength, Plan]) -> Callable[[int], float]:
+def promised_left(depths: Sequence[tuple[JobConfig, Plan, Mapping[PathLength, Plan]]]) -> Callable[[int], float]:
     """A function that gives the promised seconds of all iterations that are left when so many are done; 0: nothing is
-    promised. `plans` has a plan for each length of paths."""
-    promised = {length: each.expected.iteration_s for length, each in plans.items() if each.expected is not None}
+    promised. For each depth that the model has on the way: its job, which ends where the model grows, its plan, and a
+    plan for each length of paths."""
+    promised = [
+        {length: each.expected.iteration_s for length, each in plans.items() if each.expected is not None}
+        for *_, plans in depths
+    ]
 
     def left_s(done: int) -> float:
-        count = job.iterations - done
-        if count <= 0 or len(promised) < len(plans):
+        if any(len(known) < len(plans) for known, (*_, plans) in zip(promised, depths, strict=True)):
             return 0.0
-        drawn = range(done, job.iterations, -(-count // MOST_SAMPLED))
-        lengths = [job.followed.visited(each, job.iterations, len(plan.stages), plan.visited) for each in drawn]
-        return count * fmean(promised[each] for each in lengths)
+        whole_s, begin = 0.0, done
+        for known, (job, plan, _) in zip(promised, depths, strict=True):
+            count = job.iterations - begin
+            if count > 0:
+                drawn = range(begin, job.iterations, -(-count // MOST_SAMPLED))
+                stages = len(plan.stages)
+                lengths = [job.followed.visited(each, job.iterations, stages, plan.visited) for each in drawn]
+                whole_s += count * fmean(known[each] for each in lengths)
+            begin = max(begin, job.iterations)
+        return whole_s
 
     return left_s
 

@@ -86,6 +86,15 @@ def _is_over(records: Sequence[dict[str, Any]]) -> bool:
     return "done" in records[-1] or "grown" in records[-1]
 
 
+def layers_in_use(journal: Path) -> int | None:
+    """Layers of the model that nodes may still hold, by the journal of a coordinator; None: it ended in order."""
+    wal = WriteAheadLog(journal)
+    wal.close()
+    section = newest_section(wal.records)
+    planned = [record for record in section if "plan" in record]
+    return sum(Plan.from_json(planned[-1]["plan"]).layers) if planned and not _is_over(section) else None
+
+
 COORDINATORS = (
     *("learning.rate", "learning.warmup", "learning.iterations", "learning.hold", "learning.floor", "learning.clip"),
     *("recipe.skip", "recipe.grow", "recipe.exposure", "recipe.swaps"),

@@ -55,8 +55,8 @@ def train(
     def backend(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
         run = run_setup.run
         logs, device = run.output / "logs", wanted.compute.device
-        launcher = TorchrunLauncher(run.names, ROLES, rank, logs, device, run.security, tokens)
-        run.launch(launcher, callback, stop_requests)
+        launcher = TorchrunLauncher(run_setup.node_names, ROLES, rank, logs, device, run.security, tokens)
+        run.launch(launcher, callback, stop_requests, run_setup.deeper_runs())
 
     run_job(wanted, backend, resumed=resume, force=force, rescue=rescue)
 

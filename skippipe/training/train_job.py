@@ -86,16 +86,18 @@ def run_job(
         with _callbacks(run_setup, promised) as callback:
             engine(run_setup, callback, lambda: len(stopped))
     _print_summary(output / "metrics.jsonl")
-    model = run_setup.run.models.place
+    models = run_setup.reached.run.models
     if stopped:
         more = "--resume goes on" if checkpoints_in(output) else "there is no checkpoint to go on from"
-        is_written = run_setup.run.models.folder.is_written
+        is_written = models.folder.is_written
         what = (
-            f"the model as it was then is in {model}" if is_written else "no model was written, as stages were missing"
+            f"the model as it was then is in {models.place}"
+            if is_written
+            else "no model was written, as stages were missing"
         )
         print(f"stopped; {what}; {more}", file=sys.stderr)
         raise SystemExit(130)
-    print(f"done; the model is in {model}, figures in {output}/metrics.jsonl")
+    print(f"done; the model is in {models.place}, figures in {output}/metrics.jsonl")
 
 
 def start_notes(job: JobConfig, *, nodes_here: bool, listens: bool) -> Iterator[str]:
@@ -193,7 +195,7 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
         print(f"begins with the weights in {run_setup.job.model.weights}{unsaid}")
     if run_setup.sampler.summary:
         print(run_setup.sampler.summary)
-    print(run_setup.sampler.epochs_text(run_setup.job.iterations))
+    print(run_setup.sampler.epochs_text(run_setup.whole_job.iterations))
     if run_setup.spec.frozen:
         trained = sum(plan.workload.trained_parameters(stage, each) for stage, each in enumerate(plan.layers))
         print(
@@ -202,6 +204,14 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
         )
     if teacher := _teacher_text(run_setup.job):
         print(teacher)
+    for each in run_setup.depths:
+        if each.grows_into is not None:
+            now, then = (setup.plan for setup in (each, each.grows_into))
+            promise = f", {now.promise.iteration_s:.2f} s an iteration" if promised else ""
+            print(
+                f"until iteration {each.job.iterations} it has {sum(now.layers)} layers in {len(now.stages)} "
+                f"stages{promise}; then {sum(then.layers)} in {len(then.stages)}"
+            )
     job, first = run_setup.job, run_setup.run.first
     left = job.followed.path_lengths(job.iterations, len(plan.stages), plan.visited, first)
     if left.keys() != {plan.visited}:
@@ -298,20 +308,20 @@ def _callbacks(run_setup: RunSetup, promised: bool = True) -> Iterator[Callback]
     from skippipe.training import metrics
     from skippipe.training.trackers import trackers_of
 
-    folder = Path(run_setup.job.output)
+    folder, iterations = Path(run_setup.job.output), run_setup.whole_job.iterations
     computed = metrics.IterationMetrics(
         run_setup.plan,
-        run_setup.job.iterations,
+        iterations,
         _elapsed_before(folder / "metrics.jsonl", run_setup),
-        metrics.promised_left(run_setup.job, run_setup.plan, run_setup.plans),
+        metrics.promised_left([(each.job, each.plan, each.plans) for each in run_setup.depths]),
         promised=promised,
     )
-    console = ConsoleCallback(computed, run_setup.job.iterations)
+    console = ConsoleCallback(computed, iterations)
 
     def create() -> list[Callback]:
         written: dict[str, Any] = {"resumed": run_setup.resumed, "run_id": run_setup.run_id}
         callbacks: list[Callback] = [
-            metrics.MetricsFile(folder / "metrics.jsonl", computed, run_setup.job.iterations, **written),
+            metrics.MetricsFile(folder / "metrics.jsonl", computed, iterations, **written),
             metrics.EventsFile(folder / "events.jsonl", **written),
             metrics.TraceFiles(folder / "traces", run_setup.run_id),
             metrics.ClusterFile(folder / "cluster.json"),

@@ -41,7 +41,7 @@ from skippipe.training.backends import BACKENDS
 from skippipe.training.build_run import RunSetup, build_run
 from skippipe.training.depth_growth import young_of
 from skippipe.training.job_config import JobConfig
-from skippipe.training.job_plan import plan_of_earlier_run
+from skippipe.training.job_plan import plan_file, plan_of_earlier_run
 from skippipe.training.job_tables import (
     AveragingConfig,
     CheckpointConfig,
@@ -318,7 +318,8 @@ def test_no_node_gets_a_stage_that_it_would_have_to_divide(tmp_path: Path) -> No
     assert {node.device_mode for node in plan.cluster.nodes} == {DeviceMode.REPLICAS}
     run_setup.save_plans()
     assert build_run(job, options=RunOptions(run_id="")).plan.cluster.fingerprint == plan.cluster.fingerprint
-    assert plan_of_earlier_run(run_setup.job, run_setup.spec) == plan, "a resumed run keeps it"
+    job = run_setup.job
+    assert plan_of_earlier_run(job, run_setup.spec, plan_file(job)) == plan, "a resumed run keeps it"
     need = plan.workload.fixed_bytes(0, LAYERS[0])
     small = tuple(replace(node, memory_bytes=need // 2) for node in plan.cluster.nodes)
     assert room_of(small[0], plan.workload, 0, LAYERS[0]).slots == 0

@@ -32,7 +32,7 @@ from skippipe.timeline import Timing
 from skippipe.training import train_job
 from skippipe.training.backends import one_process, virtual
 from skippipe.training.build_run import RunSetup, build_run
-from skippipe.training.job_plan import plan_of_earlier_run
+from skippipe.training.job_plan import plan_file, plan_of_earlier_run
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run, RunOptions
 from skippipe.validate import validate
@@ -220,8 +220,8 @@ def test_a_job_lets_codecs_be_chosen_and_every_plan_of_the_run_keeps_them(
     assert losses.found == pytest.approx(once.found[: len(losses.found)], rel=2e-3)
     assert built(tmp_path, resumed=True, nats=nats).plans == made.plans
     not_chosen = replace(made.job, pipeline=replace(made.job.pipeline, nats=None))
-    assert plan_of_earlier_run(made.job, made.spec) is not None
-    assert plan_of_earlier_run(not_chosen, made.spec) is None, "it says bf16 and fp32 everywhere"
+    assert plan_of_earlier_run(made.job, made.spec, plan_file(made.job)) is not None
+    assert plan_of_earlier_run(not_chosen, made.spec, plan_file(not_chosen)) is None, "it says bf16 and fp32 everywhere"
 
 
 def test_processes_with_mixed_codecs_are_one_process_with_the_same(tmp_path: Path) -> None:
