@@ -39,6 +39,7 @@ JOB_FILE = "job.json"
 CARD_FILE = "README.md"
 SCORE_FILE = "eval.json"
 """The score of a run's model in its output folder, if there is one."""
+SHARDS = "model-?????-of-?????.safetensors"
 UNFINISHED = "unfinished"
 HALVES = (torch.bfloat16, torch.float16)
 _Generation: Any = GenerationConfig  # untyped
@@ -305,6 +306,9 @@ class ModelFolder:
         for path in sorted(self._unfinished.iterdir()):
             path.replace(self.folder / path.name)
         self._unfinished.rmdir()
+        for path in self.folder.glob(SHARDS):  # of the model as it was when the run was stopped, with fewer stages
+            if path.name not in self._where.values():
+                path.unlink()
         fsync_path(self.folder)
         self.is_written = True
 

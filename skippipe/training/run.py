@@ -261,9 +261,6 @@ class Run(RunOptions):
         call it before threads are started."""
         launcher = LocalLauncher(names or self.names, ROLES, self.output / "logs", self.security, self.restarts)
         started(launcher.pool)
-        if self.drills:
-            drill = KillDrill(self.node_config.plan, self.drills, launcher.kill, callback)
-            callback = CallbackList([callback, drill])
         self.launch(launcher, callback, stop_requests, deeper)
 
     def launch(
@@ -281,7 +278,7 @@ class Run(RunOptions):
             run = self._listening(endpoints)
             server = run.server(launcher.keys, endpoints.public_keys, endpoints.admission)
             launcher.start(server.address)
-            while run.coordinate(server, callback, stop_requests, launcher.ended):
+            while run.coordinate(server, run._with_drills(callback, launcher), stop_requests, launcher.ended):
                 run = next(following)._listening(endpoints)
                 run.report_growth(callback)
                 server.adopt(run.node_config, run.models.store, run.checkpoint_manager, run.wal_writer.write)
@@ -289,6 +286,11 @@ class Run(RunOptions):
             launcher.close()
             if server is not None:
                 server.close()
+
+    def _with_drills(self, callback: Callback, launcher: Launcher) -> Callback:
+        if not self.drills or not isinstance(launcher, LocalLauncher):
+            return callback
+        return CallbackList([callback, KillDrill(self.node_config.plan, self.drills, launcher.kill, callback)])
 
     def _listening(self, endpoints: NodeEndpoints) -> Run:
         """The same run, at an address that its nodes can reach; what was opened or read already stays so."""
