@@ -68,6 +68,7 @@ HELD_OUT = {"validation.share": 0.5}
 WEIGHTS = {"model.weights": "weights", "model.config": None, "data.vocabulary": None, "data.folder": None}
 ADAPTERS = {**WEIGHTS, "lora.rank": 4}
 TAUGHT = {"recipe.distill": 0.5, "recipe.skip": "1/3", "pipeline.skip": None}
+GROWS = {"recipe.skip": "1/3 until 50%, 0", "pipeline.skip": None}
 FITTED = {**WEIGHTS, "model.weights": "fitted", "pipeline.layers": "2,1,2"}
 
 FIELDS: dict[str, Any] = {
@@ -101,7 +102,7 @@ FIELDS: dict[str, Any] = {
     "pipeline.prices": Change("prices.toml", {"pipeline.nats": 0.02}, {"pipeline.nats": 0.02}),
     "recipe.skip": Change("1/3 until 50%, 0", {"pipeline.skip": None}),
     "recipe.grow_preserving": Refused(True),
-    "recipe.grow": Refused("50%"),
+    "recipe.grow": Change("50%", GROWS, GROWS),
     "recipe.residual": Change("scaled"),
     "recipe.exposure": Refused([1.0, 2.0]),
     "recipe.swaps": Refused(0.5),

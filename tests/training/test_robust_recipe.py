@@ -1,5 +1,5 @@
 """The commands of docs/training.md, "A model that is good whole and without stages" and "Healing over nodes", one after
-another over processes: a smaller model is trained, grown and trained in sandwiches while a node is killed, exported,
+another over processes: a smaller model is trained, grows and is trained in sandwiches while a node is killed, exported,
 healed by nodes while another is killed, and answers with half of its stages."""
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tests.helpers.processes import wait_for
 from tests.helpers.serve_process import Command, Server
 
 torch.set_num_threads(1)
-STAGES, YOUNG, BRIDGES = 6, 4, 8
+STAGES, BRIDGES = 6, 8
 SMALL, WHOLE = 16, 42
-"""Iterations after which the smaller model has grown, and after which training ends."""
+"""Iterations after which the smaller model grows, and after which training ends."""
 HEALING = 30
 """Iterations of healing."""
 SANDWICHES = "2 x 0 & 1/2 + 2 x 0 & 1/2 + 5 x 0 & 1/2"
@@ -49,14 +49,15 @@ MODEL = {
     "num_hidden_layers": STAGES,
 }
 JOB = """
-output = "{folder}/run-{layers}"
+output = "{folder}/run"
 iterations = {iterations}
-cluster = "datacentre:{nodes}"
-model = {{ config = "{folder}/model.json", layers = {layers} }}
+cluster = "datacentre:7"
+model.config = "{folder}/model.json"
 data = {{ texts = ["{folder}/text.txt"], vocabulary = 400, folder = "{folder}/tokens" }}
 batch = {{ sequence = 32, samples = 8, microbatches = 30 }}
-pipeline = {{ {skip}stages = {layers}, max_slots = 6, budget_s = 0.5 }}
-learning = {{ rate = 1e-2, warmup = 4, iterations = {whole} }}
+pipeline = {{ stages = {stages}, max_slots = 6, budget_s = 0.5 }}
+recipe = {{ skip = "1/3 until {grow}, {sandwiches}", grow = "{grow}", bridges = {bridges} }}
+learning = {{ rate = 1e-2, warmup = 4 }}
 checkpoint.every = 4
 """
 HEAL = """
@@ -84,7 +85,7 @@ def commands() -> Iterator[ExitStack]:
 def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
     tmp_path: Path, skippipe: CommandHere, commands: ExitStack
 ) -> None:
-    small, whole = write_jobs(tmp_path)
+    job = write_job(tmp_path)
     text, unseen = tmp_path / "text.txt", tmp_path / "unseen.txt"
 
     def done(*words: object) -> str:
@@ -92,15 +93,15 @@ def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
         assert ran.code == 0, ran.err
         return ran.out
 
-    # 1 to 3: the smaller model; grown; in sandwiches, while the only node of a stage is killed
-    run = tmp_path / f"run-{STAGES}"
-    trained(commands, small).succeeds()
-    assert f"{YOUNG} layers become {STAGES}, copies of 0 1 2 1 2 3" in done("grow", tmp_path / f"run-{YOUNG}", whole)
-    lines = trained_through_a_loss(commands, run, whole, "--resume")
-    assert [each["iteration"] for each in lines] == list(range(SMALL + 1, WHOLE + 1))
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    # 1: the smaller model; then the whole one in sandwiches, while the only node of a stage is killed
+    run = tmp_path / "run"
+    lines = trained_through_a_loss(commands, run, job, after=SMALL)
+    assert [each["iteration"] for each in lines] == list(range(1, WHOLE + 1))
+    assert lines[-1]["loss"] < lines[SMALL]["loss"] < lines[0]["loss"]
+    (grown,) = (each for each in events_of(run) if each["kind"] == "grown")
+    assert (grown["iteration"], grown["text"]) == (SMALL + 1, "4 layers become 6, copies of 0 1 2 1 2 3")
 
-    # 4: an ordinary model to others
+    # 2: an ordinary model to others
     model, fitted, healed = (tmp_path / name for name in ("model", "fitted", "healed"))
     done("export", run, model)
     assert bridges_info(model, STAGES) == StandInsInfo((1,) * STAGES, bridges=BRIDGES)
@@ -110,7 +111,7 @@ def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
         theirs = AutoModelForCausalLM.from_pretrained(model)(tokens).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
-    # 5: bridges of the training are fitted anew, beside repeats; nodes train them, of which one is killed; and the
+    # 3: bridges of the training are fitted anew, beside repeats; nodes train them, of which one is killed; and the
     # whole model stays
     options = ("--sequence", 32, "--tokens", 0)
     found = json.loads(done("heal", model, "--data", text, "--held-out", unseen, "-o", fitted, *options, "--json"))
@@ -124,7 +125,7 @@ def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
     assert bridges_info(healed, STAGES) == StandInsInfo((1,) * STAGES, **ranks)
     assert torch.equal(whole_logits(healed, tokens), ours)
 
-    # 6: with half of the stages
+    # 4: with half of the stages
     before, between, after = (
         halves(done("eval", each, "--text", unseen, "--keep", "1/2", "--json")) for each in (model, fitted, healed)
     )
@@ -135,19 +136,14 @@ def test_a_model_that_is_good_whole_and_without_half_of_its_stages(
     assert served_without_others(tmp_path, healed, skippipe, commands).rstrip("\n") == expected.rstrip("\n")
 
 
-def write_jobs(folder: Path) -> list[Path]:
-    """Of the smaller model and of the whole one."""
+def write_job(folder: Path) -> Path:
     (folder / "model.json").write_text(json.dumps(MODEL))
     for name, text, characters in (("text.txt", "classics", 300_000), ("unseen.txt", "classics-val", 10_000)):
         (folder / name).write_text("".join(piece.text for piece in source(text).pieces())[:characters])
-    jobs = []
-    for layers, iterations, nodes, skip in ((YOUNG, SMALL, 4, 'skip = "0", '), (STAGES, WHOLE, 7, "")):
-        said = {"folder": folder, "layers": layers, "nodes": nodes, "iterations": iterations, "whole": WHOLE}
-        jobs.append(folder / f"{layers}.toml")
-        jobs[-1].write_text(JOB.format(**said, skip=skip))
-    with jobs[-1].open("a") as job:
-        job.write(f'recipe = {{ skip = "{SANDWICHES}", bridges = {BRIDGES} }}\n')
-    return jobs
+    said = {"folder": folder, "iterations": WHOLE, "stages": STAGES, "bridges": BRIDGES}
+    job = folder / "job.toml"
+    job.write_text(JOB.format(**said, grow=f"{SMALL}/{WHOLE}", sandwiches=SANDWICHES))
+    return job
 
 
 class Training(Command):
@@ -162,17 +158,20 @@ def trained(commands: ExitStack, *words: object) -> Training:
     return found
 
 
-def trained_through_a_loss(commands: ExitStack, run: Path, *words: object) -> list[dict[str, Any]]:
+def trained_through_a_loss(commands: ExitStack, run: Path, job: Path, after: int = 0) -> list[dict[str, Any]]:
     """The metrics of a run in which the only node of a stage is killed on the way, and replaced."""
-    training = trained(commands, *words)
-    wait_for(lambda: iterations_of(run) >= 6, WAIT_S)
+    training = trained(commands, job)
+    wait_for(lambda: iterations_of(run) >= after + 6, WAIT_S)
     stages = [each["nodes"] for each in json.loads((run / "plan.json").read_text())["stages"]]
     lost = next(nodes[0] for nodes in stages[1:] if len(nodes) == 1)
     os.kill(process_with_log(run / "logs" / f"{lost}.log"), signal.SIGKILL)
     training.succeeds()
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert {"lost", "recovered"} <= {each["kind"] for each in events if each["node"] == lost}
+    assert {"lost", "recovered"} <= {each["kind"] for each in events_of(run) if each["node"] == lost}
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def events_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
 
 
 def iterations_of(run: Path) -> int:

@@ -10,6 +10,7 @@ const MOODS = {
   lost: "bad", restarted: "warn", replanned: "good", joined: "good", recovered: "good", paused: "bad", slow: "warn",
   "link-down": "warn", "not-finite": "warn", refused: "bad", checkpoint: "warn", checkpointed: "good", validation: "warn",
   "coordinator-restarted": "good", drill: "warn", ending: "warn", storage: "bad",
+  grown: "good",
 };
 
 const map = new RunMap();

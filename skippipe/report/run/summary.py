@@ -37,6 +37,7 @@ MEANINGS = {
     "revoked": "a member was shut out for good",
     "checked": "what a node that joins found out about its machine",
     "drill": "a node was killed on purpose, as a drill",
+    "grown": "the model became deeper, as the recipe says; all nodes began anew",
 }
 NODES_IN_WORDS = """Busy: forward, head, backward and weight gradients. Idle: the rest of the iteration, averaging
 included. Collisions: the waiting of all tasks that were ready, added up. Seconds of an iteration."""
