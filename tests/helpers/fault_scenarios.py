@@ -124,6 +124,8 @@ class Scenario:
     """Iterations from one evaluation of held-out samples to the next; 0: none."""
     late: Mapping[int, float] = field(default_factory=dict)
     """As in `VirtualCluster`."""
+    grows: bool = False
+    """In the end the model grows: what counts is the last checkpoint."""
 
     def __str__(self) -> str:
         nodes = ", ".join(f"{list(stage.ring)} ({stage.averaging.kind})" for stage in self.plan.stages)
@@ -139,6 +141,7 @@ class Scenario:
         about += f", taught by {self.plan.workload.teacher}" * bool(self.plan.workload.teacher)
         when = (f"{node} after {at:g} s" for node, at in self.late.items())
         about += f", nodes that come late: {', '.join(when)}" * bool(self.late)
+        about += ", and the model grows" * self.grows
         return "\n  ".join((f"seed {self.seed}: {about}", *map(str, self.faults)))
 
 
@@ -180,9 +183,9 @@ def scenario(seed: int) -> Scenario:
     if random.random() < 0.1:
         accuser = accuse(random.choice(sorted(plan.stage_of))).at(random.randrange(iterations))
         faults.append(accuser.back_after(random.choice([3.0, 40.0, 400.0])))
-    return with_teacher(
-        replace(found, faults=tuple(faults), late=late(plan, Random(f"late {seed}"))), Random(f"teacher {seed}")
-    )
+    grows = bool(found.kept_every) and Random(f"grows {seed}").random() < 0.5
+    found = replace(found, faults=tuple(faults), late=late(plan, Random(f"late {seed}")), grows=grows)
+    return with_teacher(found, Random(f"teacher {seed}"))
 
 
 def late(plan: Plan, random: Random) -> dict[int, float]:

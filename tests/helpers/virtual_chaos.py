@@ -185,6 +185,7 @@ def staged(what: Scenario) -> Played:
         CoordinatorSettings(
             LEARNING,
             what.iterations,
+            grows=what.grows,
             skip_schedule=what.recipe,
             recovery=RecoverySettings(what.lost_stage, what.drift, timedelta(0), what.backup_every),  # type: ignore[arg-type]
             checkpoint_every=what.kept_every,
@@ -226,6 +227,10 @@ def check(played: Played) -> None:
     wanted = list(range(played.scenario.iterations))
     assert [report.iteration for report in cluster.reports] == wanted, "reported"
     assert [record["commit"] for record in cluster.wal if "commit" in record] == wanted, "noted"
+    assert coordinator.has_grown == played.scenario.grows
+    if played.scenario.grows:
+        assert not cluster.stored, "only the checkpoint is needed"
+        cluster.stored |= {stage: [state, None] for stage, state in played.store.kept[-1][2].items()}
     untouched = check_visits(cluster.wal, recorder.told)
     states = check_replicas(cluster)
     check_history(played, states, untouched)
@@ -277,10 +282,17 @@ def check_visits(wal: Sequence[Mapping[str, Any]], told: Sequence[Event | Iterat
     return untouched
 
 
+def still_there(cluster: VirtualCluster) -> list[int]:
+    """Nodes that have the state of the end; where the model grows, they begin anew."""
+    coordinator = cluster.coordinator
+    active = [] if coordinator.has_grown else coordinator.membership.active
+    return [node for node in active if node in cluster.alive and node not in cluster.frozen]
+
+
 def check_replicas(cluster: VirtualCluster) -> list[list[tuple[Which, ...]]]:
     """All who hold a stage have the same state, and that is what was collected; the state of each stage."""
     coordinator, found = cluster.coordinator, []
-    there = [node for node in coordinator.membership.active if node in cluster.alive and node not in cluster.frozen]
+    there = still_there(cluster)
     for stage in range(len(coordinator.plan.stages)):
         states: list[list[tuple[Which, ...]]] = []
         for node in there:
@@ -330,8 +342,8 @@ def check_ends(played: Played, state: list[tuple[Which, ...]]) -> None:
     """What only stage 0 holds was never made up: it has learned before it was lost, and in all iterations since."""
     cluster, coordinator = played.cluster, played.cluster.coordinator
     ends = list(cluster.stored[0][0].ends)
-    for node in coordinator.membership.active:
-        if coordinator.membership[node].stage == 0 and node in cluster.alive and node not in cluster.frozen:
+    for node in still_there(cluster):
+        if coordinator.membership[node].stage == 0:
             machine = cluster.executor_of[node]
             assert isinstance(machine, Counting)
             assert machine.ends == ends, f"node {node} has other ends than were collected"
