@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -24,7 +25,7 @@ Json: TypeAlias = dict[str, Any]
 LEARNING: Json = {"rate": 0.0003, "warmup": 20, "iterations": 0, "hold": 0.6, "floor": 0.1}
 LEARNING |= {"beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1, "clip": 1.0}
 RECIPE: Json = {"skip": "", "residual": "plain", "gradients": "visitors", "early_exit": 0.0, "bridges": 0}
-RECIPE |= {"distill": 0.0, "distill_hidden": 0.0}
+RECIPE |= {"distill": 0.0, "distill_hidden": 0.0, "grow": ""}
 USUAL_SKIP = "1/3 until 65%, 0"  # of a job that says nothing about paths
 
 BLOCK = 128  # values that share a scale in an int8 hop
@@ -394,9 +395,65 @@ def carried(plan: Json) -> Counter[int]:
     return found
 
 
-def trainer_of(job: Json, output: Path, tokens: Path) -> Trainer:
+class GrowingTrainer:
+    """Trainers of one run whose model grows, one for each depth: each goes on where the one before it ends."""
+
+    def __init__(self, job: Json, plans: list[Json], young: dict[int, Json], ids: np.ndarray, config: Any) -> None:
+        """Take what the trainer of the whole model takes, and the plans of smaller ones by their numbers of stages."""
+        whole = Trainer(job, plans, ids, config)
+        self.iterations, stages = whole.iterations, plans[0]["stages"]
+        self.divisions = [math.ceil(fraction(end) * self.iterations) for end in whole.recipe["grow"].split(",")]
+        without: Json = {"skip": "0", "bridges": 0, "distill": 0.0, "distill_hidden": 0.0}
+        smaller = {**job, "recipe": whole.recipe | without}
+        self.trainers: list[Trainer] = []
+        for begin, end in pairwise([0, *self.divisions]):
+            lengths = [path_lengths(whole.skip, self.iterations, len(stages), i) for i in range(begin, end)]
+            ((length,),) = set(map(tuple, lengths))  # one share, all along
+            shallow = copy.deepcopy(config)
+            shallow.num_hidden_layers = sum(stage["layers"] for stage in [*stages[: length - 1], stages[-1]])
+            self.trainers.append(Trainer(smaller, [young[length]], ids, shallow))
+        self.trainers.append(whole)
+        self.depth = 0
+
+    def iteration(self, i: int) -> Done:
+        """Train for one iteration; if the run is divided before it, the model grows first."""
+        if i in self.divisions:
+            self.depth += 1
+            grow(self.trainers[self.depth - 1], self.trainers[self.depth])
+        return self.trainers[self.depth].iteration(i)
+
+    def named_weights(self) -> dict[str, Tensor]:
+        """Return all weights of the model, as deep as it is by now."""
+        return self.trainers[self.depth].named_weights()
+
+
+def copied_layers(smaller: list[int], deeper: list[int]) -> list[int]:
+    """Return which layer of the smaller model each of the deeper one copies; both are given by the layers of stages."""
+    size = smaller[0] if len({*smaller, *deeper}) == 1 else 1  # layers of a unit
+    a, b = sum(smaller) // size, sum(deeper) // size
+    units = [k if k < a - 1 else a - 1 if k == b - 1 else 1 + (k - a + 1) % max(1, a - 2) for k in range(b)]
+    return [unit * size + place for unit in units for place in range(size)]
+
+
+@torch.no_grad()
+def grow(smaller: Trainer, deeper: Trainer) -> None:
+    """Give a deeper model the weights and the optimizer's state of a smaller one; its bridges stay as they are."""
+    copied = copied_layers(*([len(stage) for stage in each.layers] for each in (smaller, deeper)))
+    sources = dict(smaller.model.named_parameters())
+    for name, weight in deeper.model.named_parameters():
+        source = sources[re.sub(r"(?<=^model\.layers\.)\d+", lambda number: str(copied[int(number[0])]), name)]
+        for mine, its in zip((weight, *deeper.moments[weight]), (source, *smaller.moments[source]), strict=True):
+            mine.copy_(its)
+    steps = [taken for taken, stage in zip(smaller.steps, smaller.layers, strict=True) for _ in stage]  # of each layer
+    of_copies = iter([steps[layer] for layer in copied])
+    deeper.steps = [min(next(of_copies) for _ in stage) for stage in deeper.layers]
+
+
+def trainer_of(job: Json, output: Path, tokens: Path) -> Trainer | GrowingTrainer:
     """Make the trainer of a run from its job, the folder it has written and its folder of tokens."""
-    plans = [json.loads(path.read_text()) for path in (output / "plan.json", *sorted(output.glob("plan-*.json")))]
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(output.glob("plan*.json"))}
+    young = {len(plan["stages"]): plan for name, plan in files.items() if name.startswith("plan-of-")}
+    plans = [files.pop("plan"), *(plan for name, plan in files.items() if not name.startswith("plan-of-"))]
     header = json.loads((tokens / "tokens.json").read_text())
     ids = np.fromfile(tokens / header["data"], dtype="<u2" if header["type"] == "uint16" else "<u4")
     config = AutoConfig.from_pretrained(output / "model")
@@ -405,4 +462,5 @@ def trainer_of(job: Json, output: Path, tokens: Path) -> Trainer:
         value = getattr(config, name, None)
         if isinstance(value, int) and value >= header["vocabulary"]:
             setattr(config, name, None)
-    return Trainer(job, plans, ids, config)
+    growing = job.get("recipe", {}).get("grow")
+    return GrowingTrainer(job, plans, young, ids, config) if growing else Trainer(job, plans, ids, config)
