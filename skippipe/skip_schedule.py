@@ -136,12 +136,14 @@ class SkipSchedule:
         if self.grow_preserving and not self.grow:
             raise UserError("recipe.grow_preserving: nothing grows; add recipe.grow, such as 85%")
         begin, before = Fraction(0), Fraction(1)
+        if list(self.growth) != sorted(set(self.growth)):
+            raise UserError(f"recipe.grow: {self.grow}: a model that grows again does so later; give shares in order")
         for step in self.growth:
             shares = {share for phase in self._between(begin, step) for mix in phase.turn for share in mix}
-            if begin and (step <= begin or min(shares) >= before):
-                raise UserError("recipe.grow: a model that grows again does so later, and skips less until then")
             if len(shares) != 1:
                 raise UserError(f"recipe.grow: until {self.grow} one share must be skipped all along, and be given")
+            if begin and min(shares) >= before:
+                raise UserError("recipe.grow: a model that grows again skips less until then")
             begin, before = step, min(shares)
 
     @cached_property
@@ -216,18 +218,19 @@ class SkipSchedule:
             else tuple(visited_of(each, stages) for each in self.phases[-1].turn[0])
         )
 
-    def lengths(self, iterations: int, stages: int, default_length: int) -> Counter[int]:
-        """How many iterations have paths of which length; one with several lengths counts for each by its part."""
-        exact = self.path_shares(iterations, stages, default_length)
-        return Counter({length: round(share * iterations) for length, share in exact.items()})
+    def lengths(self, iterations: int, stages: int, default_length: int, first: int = 0) -> Counter[int]:
+        """How many iterations, from the `first` one on, have paths of which length; one with several lengths counts for
+        each by its part."""
+        exact = self.path_shares(iterations, stages, default_length, first)
+        return Counter({length: round(share * (iterations - first)) for length, share in exact.items()})
 
-    def path_shares(self, iterations: int, stages: int, default_length: int) -> dict[int, Fraction]:
-        """The share of the run's microbatches that have paths of each length."""
+    def path_shares(self, iterations: int, stages: int, default_length: int, first: int = 0) -> dict[int, Fraction]:
+        """The share of the microbatches of all iterations, from the `first` one on, that have paths of each length."""
         shares: dict[int, Fraction] = {}
-        for each, times in self.path_lengths(iterations, stages, default_length).items():
+        for each, times in self.path_lengths(iterations, stages, default_length, first).items():
             parts = parts_of(each)
             for length in parts:
-                shares[length] = shares.get(length, Fraction(0)) + Fraction(times, len(parts) * iterations)
+                shares[length] = shares.get(length, Fraction(0)) + Fraction(times, len(parts) * (iterations - first))
         return shares
 
     def path_lengths(self, iterations: int, stages: int, default_length: int, first: int = 0) -> Counter[PathLength]:

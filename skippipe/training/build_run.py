@@ -4,6 +4,7 @@ started."""
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -12,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from skippipe.checkpoint.format import Checkpoints
+from skippipe.checkpoint.grown_state import GrownState
 from skippipe.checkpoint.hf_export import JOB_FILE
 from skippipe.checkpoint.storage import WriteFailures, check_room
 from skippipe.collectives import COLLECTIVES, Collective
@@ -314,21 +316,29 @@ def _build_growing(
 ) -> RunSetup:
     """The setup of the depth that the run begins with, or has come to, with those of all that follow."""
     later = replace(options, has_grown=True)
-    whole = _build_depth(grown_job(job), reading, request, later, plan_file(job))
+    first = math.ceil(job.recipe.grown_at * job.iterations)
+    whole = _build_depth(grown_job(job), reading, request, later, plan_file(job), first)
     young = young_jobs(job, whole.spec.layers, len(whole.plan.stages), whole.plan.microbatches)
     reached = depth_reached([*young, job], whole.spec.layers, options.run_id) if options.resumed else 0
     found = replace(whole, given_job=job)
     for number in reversed(range(reached, len(young))):
         file = plan_file(job, young_stages=young[number].pipeline.stages)
         setup = _build_depth(young[number], reading, request, later if number else options, file)
+        GrownState(setup.spec, setup.plan.layers, found.spec, found.plan.layers)  # or it would fail when it grows
         found = replace(setup, given_job=job, grows_into=found)
     return found
 
 
 def _build_depth(
-    job: JobConfig, reading: PrepareProgress, request: PlanRequest | None, options: RunOptions, file: Path
+    job: JobConfig,
+    reading: PrepareProgress,
+    request: PlanRequest | None,
+    options: RunOptions,
+    file: Path,
+    first: int = 0,
 ) -> RunSetup:
-    """The setup for a model of one depth; `file` is where an earlier run has saved its plan."""
+    """The setup for a model of one depth, which the run has from the `first` iteration on; `file` is where an earlier
+    run has saved its plan."""
     job = with_pretrained(job)
     make_folder(Path(job.output))
     check_trackers(job.report)
@@ -364,9 +374,9 @@ def _build_depth(
         plan = plan_of_earlier_run(job, spec, file)
     request = request or PlanRequest(seed=job.seed, budget_s=job.pipeline.budget_s)
     if plan is None:
-        plan = make_job_plan(job, cluster, example, spec, request)
+        plan = make_job_plan(job, cluster, example, spec, request, first)
     check_sharding(plan, spec)
-    lengths = job_lengths(job, len(plan.stages), plan.visited, plan)
+    lengths = job_lengths(job, len(plan.stages), plan.visited, plan, first)
     plans = plans_by_length(job, plan, lengths, request, resumed=options.resumed)
     held_out = held_out_text(job.validation, job.data, tokens, reading)
     plan = plans[most_frequent(lengths)]

@@ -64,6 +64,7 @@ def young_jobs(job: JobConfig, layers: int, stages: int, microbatches: int) -> l
         before = visited
         kept = [of_whole[stage] for stage in young_stages(stages, visited)]
         given = ",".join(map(str, kept)) if job.pipeline.layers else ""
+        _check_config(job, sum(kept))
         young.append(
             replace(
                 job,
@@ -77,6 +78,17 @@ def young_jobs(job: JobConfig, layers: int, stages: int, microbatches: int) -> l
             )
         )
     return young
+
+
+def _check_config(job: JobConfig, layers: int) -> None:
+    """UserError if the configuration does not say what a model of so many layers is like."""
+    try:
+        config_named(job.model.config, layers=layers)
+    except UserError as error:
+        raise UserError(
+            f"recipe.grow: {layers} layers would be trained first, and {job.model.config} does not say of which kinds "
+            f"({error}); train them by themselves with a config.json of their own, and then 'skippipe grow'"
+        ) from None
 
 
 def _stage_layers(job: JobConfig, layers: int, stages: int) -> Sequence[int]:

@@ -35,9 +35,14 @@ EMULATED_BATCH = {"sequence_tokens": 4096, "samples_per_microbatch": 2, "wire_dt
 
 
 def make_job_plan(
-    job: JobConfig, cluster: Cluster, example: Example | None, spec: ModelSpec, request: PlanRequest
+    job: JobConfig,
+    cluster: Cluster,
+    example: Example | None,
+    spec: ModelSpec,
+    request: PlanRequest,
+    first: int = 0,
 ) -> Plan:
-    """A plan for paths of the length that most iterations have."""
+    """A plan for paths of the length that most iterations have, from the `first` one on."""
     pipeline = job.pipeline
     plan_spec = PlanSpec(
         stages=pipeline.stages or None,
@@ -66,8 +71,8 @@ def make_job_plan(
     )
     cluster = _emulated(job, cluster, workload)
     if job.followed.phases:
-        lengths = job_lengths(job, stages, stages)
-        single = job.followed.lengths(job.iterations, stages, stages)
+        lengths = job_lengths(job, stages, stages, first=first)
+        single = job.followed.lengths(job.iterations, stages, stages, first)
         plan_spec = replace(plan_spec, visit=max(single, key=lambda each: (single[each], each)), also=tuple(lengths))
     with _naming_shared_unit(plan_spec, stages):
         problem = replace(problem_of(cluster, workload, plan_spec, example), codec_budget=budget)
@@ -108,10 +113,12 @@ def _as_job_trains(
     )
 
 
-def job_lengths(job: JobConfig, stages: int, default: int, plan: Plan | None = None) -> Counter[PathLength]:
-    """Length of paths → how many iterations of the job have such paths. Where the recipe does not say it, paths are
-    those of the plan, of which the longest is the `default`."""
-    found = job.followed.path_lengths(job.iterations, stages, default)
+def job_lengths(
+    job: JobConfig, stages: int, default: int, plan: Plan | None = None, first: int = 0
+) -> Counter[PathLength]:
+    """Length of paths → how many iterations of the job, from the `first` one on, have such paths. Where the recipe does
+    not say it, paths are those of the plan, of which the longest is the `default`."""
+    found = job.followed.path_lengths(job.iterations, stages, default, first)
     shortest = min(found, key=lambda length: min(parts_of(length)))
     least = min(parts_of(shortest))
     if least < 2 <= stages:

@@ -149,6 +149,10 @@ def test_jobs_of_each_depth() -> None:
     [
         ({"recipe": {"grow": "50%"}}, "recipe.grow: until 50% one share must be skipped all along, and be given"),
         ({"recipe": {"skip": "1/3 until 40%, 0", "grow": "50%"}}, "one share must be skipped all along"),
+        (
+            {"recipe": {"skip": "1/3 until 50%, 0", "grow": "50%, 30%"}},
+            "recipe.grow: 50%, 30%: a model that grows again does so later",
+        ),
         ({"model": {"weights": "folder"}}, "model.weights: with recipe.grow these are of the whole model"),
         ({"pipeline": {"plan": "plan.json"}}, "pipeline.plan: with recipe.grow a plan is for one model"),
         ({"checkpoint": {"every": 0}}, "checkpoint.every: with recipe.grow a model grows from a checkpoint"),
@@ -169,6 +173,30 @@ def test_a_model_that_would_not_grow_is_refused() -> None:
         job = from_table(JobConfig, {"recipe": {"skip": skip, "grow": "50%"}})
         with pytest.raises(UserError, match=words):
             young_jobs(job, 12, 6, 30)
+
+
+def test_growth_that_cannot_work_is_refused_before_training(tmp_path: Path) -> None:
+    def complaint(**model: Any) -> str:
+        config = tmp_path / "other.json"
+        config.write_text(json.dumps(tiny(**model, num_hidden_layers=STAGES).to_dict()))
+        with pytest.raises(UserError) as caught:
+            built(tmp_path, model={"config": str(config)}, recipe={"skip": "1/2 until 1/3, 0", "grow": "1/3"})
+        return str(caught.value)
+
+    dense = complaint(family="qwen3_moe", mlp_only_layers=[1])
+    assert "cannot be a copy of" in dense
+    kinds = ["full_attention", "sliding_attention"] * 2
+    assert complaint(family="qwen3", layer_types=kinds, sliding_window=6).startswith(
+        "recipe.grow: 2 layers would be trained first"
+    )
+
+
+def test_plans_are_for_iterations_that_there_are(tmp_path: Path) -> None:
+    """Iterations before the model has grown do not count."""
+    setup = built(tmp_path, recipe={"skip": "1/4 until 5/9, 0", "grow": "1/3"})
+    assert setup.grows_into is not None
+    assert setup.grows_into.lengths == {3: 2, 4: 4}
+    assert setup.grows_into.plan.visited == STAGES
 
 
 # One run
