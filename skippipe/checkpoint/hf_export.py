@@ -34,6 +34,7 @@ from skippipe.model.stand_ins import is_stand_in
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.runs.records import MetricsRow, metrics_of
 from skippipe.runs.tail import read_object
+from skippipe.runtime.coordinator.interfaces import MalformedWeights
 
 JOB_FILE = "job.json"
 CARD_FILE = "README.md"
@@ -220,9 +221,14 @@ class ModelFolder:
 
     def store(self, stage: int, number: int, piece: Any) -> None:
         """Take the next chunk of a stage, of which number 0 starts the stage over. None ends it: OSError if it cannot
-        be written, and then it may be ended again."""
+        be written, and then it may be ended again. MalformedWeights if it is not as large as the stage."""
         if piece is not None:
             self._pieces = [*(self._pieces if number else ()), decode(piece)]
+        size = sum(slot.size for slot in layout_of_stage(self.spec, self.layers, stage))
+        found = sum(each.numel() for each in self._pieces)
+        if found > size or (piece is None and found < size):
+            raise MalformedWeights(f"its weights of stage {stage} are not {size:,} numbers")
+        if piece is not None:
             return
         self.store_flat(stage, torch.cat(self._pieces))
         self._pieces = []

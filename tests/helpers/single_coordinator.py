@@ -11,7 +11,14 @@ from msgspec import structs
 from skippipe import __version__
 from skippipe.cluster import Cluster
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorState, Event, IterationReport, WriteFailed
+from skippipe.runtime.coordinator.interfaces import (
+    Callback,
+    CoordinatorState,
+    Event,
+    IterationReport,
+    MalformedWeights,
+    WriteFailed,
+)
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.coordinator.wal_records import WalRecord
@@ -87,8 +94,8 @@ class RecordingEnv(Callback):
     stored: list[tuple[int, int, Any]] = field(default_factory=list)
     reports: list[IterationReport] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    unwritten: WriteFailed | None = None
-    """Why no stage can be written at the moment."""
+    unwritten: WriteFailed | MalformedWeights | None = None
+    """Why no stage can be stored at the moment."""
     epoch: int = 0
     data_nodes: dict[int, int] = field(default_factory=dict)
     """Lane → its data node, if that is another than planned."""

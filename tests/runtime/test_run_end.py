@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from skippipe.runtime.coordinator.interfaces import CoordinatorState, WriteFailed
+from skippipe.runtime.coordinator.interfaces import CoordinatorState, MalformedWeights, WriteFailed
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines
 from skippipe.runtime.coordinator.state_machine import Coordinator
 from skippipe.runtime.messages import (
@@ -105,6 +105,23 @@ def test_when_the_holder_is_lost_the_stage_comes_from_another_from_its_beginning
         harness.receive(node, piece(0))
     assert is_now(harness.coordinator, CoordinatorState.DONE)
     assert sorted(harness.env.new_messages()) == [1, 2, 3, 4, 5]
+
+
+def test_weights_that_are_none_come_from_another_node() -> None:
+    harness = collecting()
+    harness.env.unwritten = MalformedWeights("its weights of stage 0 are not 12 numbers")
+    harness.receive(0, piece(0, "half of it"))
+    harness.env.new_messages()
+    harness.receive(0, piece(1))
+    harness.env.unwritten = None
+    messages = harness.env.new_messages()
+    assert messages == {
+        0: [Stop("its weights of stage 0 are not 12 numbers", again=True)],
+        1: [GatherState(0, False, ANY_ID)],
+    }
+    for node in (1, 2, 3):
+        harness.receive(node, piece(0))
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
 def test_when_the_last_holder_is_lost_a_node_that_joins_may_replace_it() -> None:

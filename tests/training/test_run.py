@@ -34,7 +34,7 @@ from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, MalformedWeights
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.node.ops import Op, OpThreads, OptimizerStep
 from skippipe.runtime.node_config import NodeConfig
@@ -485,6 +485,10 @@ def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Pa
     for number, stage in enumerate(oracle.stages):
         pieces = [*torch.split(stage.weights.values, 1000), None]
         folder.store(number, 0, encode(torch.ones(1000), "fp32"))  # from one that was lost: the stage begins again
+        with pytest.raises(MalformedWeights, match=f"of stage {number} are not {len(stage.weights.values):,} numbers"):
+            folder.store(number, 1, None)
+        with pytest.raises(MalformedWeights):
+            folder.store(number, 1, encode(stage.weights.values, "fp32"))
         for index, piece in enumerate(pieces):
             folder.store(number, index, None if piece is None else encode(piece, "fp32"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

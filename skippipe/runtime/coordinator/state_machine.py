@@ -21,7 +21,14 @@ from skippipe.plan import Plan
 from skippipe.runtime.coordinator.cluster_estimator import ClusterEstimator
 from skippipe.runtime.coordinator.commit_loop import CommitLoop
 from skippipe.runtime.coordinator.failure_detector import FailureDetector
-from skippipe.runtime.coordinator.interfaces import Callback, CoordinatorEnv, CoordinatorState, Event, EventKind
+from skippipe.runtime.coordinator.interfaces import (
+    Callback,
+    CoordinatorEnv,
+    CoordinatorState,
+    Event,
+    EventKind,
+    MalformedWeights,
+)
 from skippipe.runtime.coordinator.membership import Member, Membership, MemberState
 from skippipe.runtime.coordinator.reachability import Reachability
 from skippipe.runtime.coordinator.recovery import EmbeddingBackup, RecoverySourceSelector, StageProgress
@@ -222,7 +229,11 @@ class Coordinator:
         if self.over or node not in self.membership:
             return
         self.membership.seen(node, self.env.now_ns())
-        requested = self._gather.receive(node, message)
+        try:
+            requested = self._gather.receive(node, message)
+        except MalformedWeights as error:
+            self.evict(node, str(error))
+            return
         if self.state is CoordinatorState.GATHERING:
             self._end.on_piece(requested)
 
