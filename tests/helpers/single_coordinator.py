@@ -39,9 +39,10 @@ from skippipe.runtime.messages import (
     Recovered,
     Reroute,
     StateRequest,
+    Stepped,
 )
 from skippipe.runtime.state_source import StateSource
-from skippipe.transport.message import Message
+from skippipe.transport.message import CheckpointPiece, Message, WeightsPiece
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import AT_ONCE, LEARNING, plan_of, small_plan
 
@@ -268,6 +269,28 @@ def coordinating(
         assert is_now(coordinator, CoordinatorState.TRAINING)
         env.new_messages()
     return harness
+
+
+def piece(number: int, body: Any = None, *, kept: bool = False) -> Message:
+    return Message((CheckpointPiece if kept else WeightsPiece)(0, number), body)
+
+
+def gathering(iterations: int = 1, **others: Any) -> CoordinatorHarness:
+    """All iterations are done: weights, or first a checkpoint, are gathered."""
+    harness = coordinating(iterations, **others)
+    harness.iterate(iterations)
+    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
+    for node in range(6):
+        harness.send(node, Stepped(iterations - 1))
+    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
+    return harness
+
+
+def send_all(harness: CoordinatorHarness, *nodes: int, kept: bool) -> None:
+    """All that they have, in one piece."""
+    for node in nodes:
+        harness.receive(node, piece(0, f"of {node}", kept=kept))
+        harness.receive(node, piece(1, kept=kept))
 
 
 def assert_goes_on(harness: CoordinatorHarness, *lost: int) -> None:

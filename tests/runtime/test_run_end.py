@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState, MalformedWeights, WriteFailed
-from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines
-from skippipe.runtime.coordinator.state_machine import Coordinator
+from skippipe.runtime.coordinator.settings import Deadlines
 from skippipe.runtime.messages import (
     COORDINATOR,
     Begin,
@@ -23,7 +21,7 @@ from skippipe.runtime.messages import (
     Stop,
 )
 from skippipe.runtime.state_source import StateSource
-from skippipe.transport.message import CheckpointPiece, Message, WeightsPiece
+from skippipe.transport.message import Message
 from tests.helpers.single_coordinator import (
     ANY_ID,
     HELLO,
@@ -31,30 +29,19 @@ from tests.helpers.single_coordinator import (
     RecordingEnv,
     RecordingStore,
     coordinating,
+    gathering,
     is_now,
     new_coordinator,
+    piece,
+    send_all,
 )
-from tests.helpers.single_node import AT_ONCE, LEARNING, small_plan
+from tests.helpers.single_node import AT_ONCE
 
 # The end
 
 
-def piece(number: int, body: Any = None, *, kept: bool = False) -> Message:
-    return Message((CheckpointPiece if kept else WeightsPiece)(0, number), body)
-
-
-def collecting(iterations: int = 1, **others: Any) -> CoordinatorHarness:
-    harness = coordinating(iterations, **others)
-    harness.iterate(iterations)
-    assert is_now(harness.coordinator, CoordinatorState.STEPPING)
-    for node in range(6):
-        harness.send(node, Stepped(iterations - 1))
-    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
-    return harness
-
-
 def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
-    harness = collecting(deadlines=Deadlines(gather=timedelta(seconds=7)))
+    harness = gathering(deadlines=Deadlines(gather=timedelta(seconds=7)))
     coordinator, env = harness.coordinator, harness.env
     assert [control for control in env.new_messages()[0] if isinstance(control, GatherState)] == [
         GatherState(0, False, ANY_ID)
@@ -81,7 +68,7 @@ def test_weights_come_from_one_node_of_each_stage_in_turn() -> None:
     ids=["of another stage", "of another number", "of a checkpoint", "of a stranger"],
 )
 def test_weights_that_were_not_requested_are_not_stored(node: int, message: Message) -> None:
-    harness = collecting()
+    harness = gathering()
     harness.env.new_messages()
     harness.receive(node, message)
     assert (harness.env.stored, harness.env.sent) == ([], [])
@@ -91,7 +78,7 @@ def test_weights_that_were_not_requested_are_not_stored(node: int, message: Mess
 
 
 def test_when_the_holder_is_lost_the_stage_comes_from_another_from_its_beginning() -> None:
-    harness = collecting()
+    harness = gathering()
     harness.receive(0, piece(0, "half of it"))
     harness.env.new_messages()
     harness.coordinator.node_lost(0, "its process ended")
@@ -108,7 +95,7 @@ def test_when_the_holder_is_lost_the_stage_comes_from_another_from_its_beginning
 
 
 def test_weights_that_are_none_come_from_another_node() -> None:
-    harness = collecting()
+    harness = gathering()
     harness.env.unwritten = MalformedWeights("its weights of stage 0 are not 12 numbers")
     harness.receive(0, piece(0, "half of it"))
     harness.env.new_messages()
@@ -125,7 +112,7 @@ def test_weights_that_are_none_come_from_another_node() -> None:
 
 
 def test_when_the_last_holder_is_lost_a_node_that_joins_may_replace_it() -> None:
-    harness = collecting()
+    harness = gathering()
     harness.receive(0, piece(0))
     harness.env.new_messages()
     harness.coordinator.node_lost(2, "its process ended")
@@ -145,7 +132,7 @@ def test_when_the_last_holder_is_lost_a_node_that_joins_may_replace_it() -> None
 
 
 def test_while_a_lost_stage_is_waited_for_the_plan_is_logged_once() -> None:
-    harness = collecting()
+    harness = gathering()
     harness.receive(0, piece(0))
     for node in (1, 4, 5, 2):  # nodes 0 and 3 are left, each alone on its stage
         harness.coordinator.node_lost(node, "its process ended")
@@ -228,7 +215,7 @@ def test_to_stop_after_the_last_iteration_is_to_finish() -> None:
 
 
 def test_to_stop_does_not_wait_for_a_checkpoint() -> None:
-    harness = collecting(checkpoint_every=1, store=RecordingStore())
+    harness = gathering(checkpoint_every=1, store=RecordingStore())
     harness.env.new_messages()
     harness.coordinator.on_stop_requests(2)
     assert harness.env.new_messages() == {0: [GatherState(0, False, ANY_ID)]}
@@ -254,26 +241,19 @@ KEPT = Commit(0, 0.0, 0.0, wait=True, snapshot=True)
 """After the last of one iteration: the step is taken, and a copy is wanted."""
 
 
-def send(harness: CoordinatorHarness, *nodes: int, kept: bool) -> None:
-    """All that they have, in one piece."""
-    for node in nodes:
-        harness.receive(node, piece(0, f"of {node}", kept=kept))
-        harness.receive(node, piece(1, kept=kept))
-
-
 def test_a_run_ends_with_a_checkpoint_and_then_the_weights() -> None:
     store = RecordingStore()
-    harness = collecting(checkpoint_every=50, store=store)
+    harness = gathering(checkpoint_every=50, store=store)
     messages = harness.env.new_messages()
     assert [each for each in messages[0] if each == KEPT or isinstance(each, GatherState)] == [
         KEPT,
         GatherState(0, True, ANY_ID),
     ]
     assert {node for node, controls in messages.items() if KEPT in controls} == {0, 2, 3}, "one of each stage"
-    send(harness, 0, 2, 3, kept=True)
+    send_all(harness, 0, 2, 3, kept=True)
     assert store.done == [(1, (1, 1, 1))]
     assert harness.env.new_messages()[0][-1] == GatherState(0, False, ANY_ID)
-    send(harness, 0, 2, 3, kept=False)
+    send_all(harness, 0, 2, 3, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.DONE)
     assert store.done == [(1, (1, 1, 1))]
     assert not harness.env.events
@@ -293,9 +273,9 @@ def test_asked_once_the_iteration_that_is_under_way_is_the_last() -> None:
     assert is_now(harness.coordinator, CoordinatorState.STEPPING)
     for node in range(6):
         harness.send(node, Stepped(1))
-    send(harness, 0, 2, 3, kept=True)
+    send_all(harness, 0, 2, 3, kept=True)
     assert store.done == [(2, (2, 2, 2))]
-    send(harness, 0, 2, 3, kept=False)
+    send_all(harness, 0, 2, 3, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
@@ -304,7 +284,7 @@ def test_a_run_that_leaves_its_nodes_is_stopped_and_can_be_continued() -> None:
     harness.iterate()
     harness.coordinator.leaves_nodes = True
     harness.coordinator.on_stop_requests(2)
-    send(harness, 0, 2, 3, kept=False)
+    send_all(harness, 0, 2, 3, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.DONE)
     assert harness.env.wal[-1] == {"stopped": 1}
     assert not any(isinstance(each, Stop) for messages in harness.env.new_messages().values() for each in messages)
@@ -332,37 +312,37 @@ def test_a_stage_that_is_lost_in_the_last_iteration_is_in_the_last_checkpoint() 
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
     assert KEPT in harness.env.new_messages()[receiver]
     holders = list(harness.coordinator.membership.holders(harness.coordinator.plan).values())
-    send(harness, *holders, kept=True)
+    send_all(harness, *holders, kept=True)
     assert store.done == [(1, (1, 0, 1))], "that stage begins anew"
-    send(harness, *holders, kept=False)
+    send_all(harness, *holders, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
 def test_an_earlier_checkpoint_is_completed_before_the_last_is_made() -> None:
     store = RecordingStore()
-    harness = collecting(3, checkpoint_every=2, store=store)
+    harness = gathering(3, checkpoint_every=2, store=store)
     last = structs.replace(KEPT, iteration=2)
     assert not any(control == last for _, control in harness.env.sent)
-    send(harness, 0, 2, 3, kept=True)
+    send_all(harness, 0, 2, 3, kept=True)
     assert store.done == [(2, (2, 2, 2))]
     assert {node for node, controls in harness.env.new_messages().items() if last in controls} == {0, 2, 3}
-    send(harness, 0, 2, 3, kept=True)
+    send_all(harness, 0, 2, 3, kept=True)
     assert store.done == [(2, (2, 2, 2)), (3, (3, 3, 3))]
-    send(harness, 0, 2, 3, kept=False)
+    send_all(harness, 0, 2, 3, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
 def test_the_last_checkpoint_starts_over_when_a_node_with_a_snapshot_is_lost() -> None:
     store = RecordingStore()
-    harness = collecting(checkpoint_every=1, store=store)
-    send(harness, 0, 2, kept=True)
+    harness = gathering(checkpoint_every=1, store=store)
+    send_all(harness, 0, 2, kept=True)
     harness.env.new_messages()
     harness.coordinator.node_lost(3, "its process ended")
     assert store.abandoned == 1
     (replica,) = {node for node, controls in harness.env.new_messages().items() if KEPT in controls} - {0, 2}
-    send(harness, 0, 2, replica, kept=True)
+    send_all(harness, 0, 2, replica, kept=True)
     assert store.done == [(1, (1, 1, 1))]
-    send(harness, 0, 2, replica, kept=False)
+    send_all(harness, 0, 2, replica, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.DONE)
 
 
@@ -402,14 +382,14 @@ def test_a_checkpoint_is_given_up_with_a_node_that_holds_its_snapshot(lost: int,
 
 def test_a_piece_of_a_checkpoint_that_was_given_up_is_not_taken_for_one_of_the_last() -> None:
     store = RecordingStore()
-    harness = collecting(3, checkpoint_every=2, store=store)
+    harness = gathering(3, checkpoint_every=2, store=store)
     harness.env.new_messages()
     harness.coordinator.node_lost(3, "its process ended")
     assert store.abandoned == 1
     assert not harness.env.sent, "node 0 has yet to answer"
     harness.receive(0, piece(0, "after two iterations", kept=True))
     assert harness.env.new_messages()[0] == [structs.replace(KEPT, iteration=2), GatherState(0, True, ANY_ID)]
-    send(harness, 0, 2, 4, kept=True)
+    send_all(harness, 0, 2, 4, kept=True)
     assert store.saved_pieces[0] == (0, 0, "of 0")
     assert store.done == [(3, (3, 3, 3))]
 
@@ -433,11 +413,11 @@ def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
 
 
 def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -> None:
-    harness = collecting(deadlines=Deadlines(disk_space=timedelta(seconds=90), gather=timedelta(seconds=7)))
+    harness = gathering(deadlines=Deadlines(disk_space=timedelta(seconds=90), gather=timedelta(seconds=7)))
     coordinator, env = harness.coordinator, harness.env
     env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
     env.new_messages()
-    send(harness, 0, kept=False)
+    send_all(harness, 0, kept=False)
     assert env.new_messages() == {0: [GatherState(1, False, ANY_ID)]}, "no other node is asked before there is room"
     harness.wait(60)
     assert not coordinator.over
@@ -449,15 +429,15 @@ def test_weights_that_cannot_be_written_are_held_and_nodes_are_not_dismissed() -
     harness.wait(4)
     assert env.new_messages() == {2: [GatherState(0, False, ANY_ID)]}, "it is not fetched a second time"
     assert [event.text for event in env.events][-1] == "the model can be written again"
-    send(harness, 2, 3, kept=False)
+    send_all(harness, 2, 3, kept=False)
     assert is_now(coordinator, CoordinatorState.DONE)
     assert [stage for stage, _, piece in env.stored if piece is None] == [0, 1, 2]
 
 
 def test_without_disk_space_in_time_nodes_keep_their_state_for_the_next_coordinator() -> None:
-    harness = collecting(deadlines=Deadlines(disk_space=timedelta(seconds=90)))
+    harness = gathering(deadlines=Deadlines(disk_space=timedelta(seconds=90)))
     harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
-    send(harness, 0, kept=False)
+    send_all(harness, 0, kept=False)
     harness.env.new_messages()
     harness.wait(91)
     assert is_now(harness.coordinator, CoordinatorState.FAILED)
@@ -467,9 +447,9 @@ def test_without_disk_space_in_time_nodes_keep_their_state_for_the_next_coordina
 
 
 def test_to_stop_does_not_wait_for_disk_space() -> None:
-    harness = collecting()
+    harness = gathering()
     harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
-    send(harness, 0, kept=False)
+    send_all(harness, 0, kept=False)
     harness.wait(10)
     harness.coordinator.on_stop_requests(1)
     harness.wait(1)
@@ -477,10 +457,10 @@ def test_to_stop_does_not_wait_for_disk_space() -> None:
 
 
 def test_a_node_lost_while_the_disk_is_full_is_not_needed_if_its_weights_are_here() -> None:
-    harness = collecting()
-    send(harness, 0, 2, kept=False)
+    harness = gathering()
+    send_all(harness, 0, 2, kept=False)
     harness.env.unwritten = WriteFailed("run/model: 2 GB cannot be written", "ways on")
-    send(harness, 3, kept=False)
+    send_all(harness, 3, kept=False)
     for node in (3, 4, 5):
         harness.coordinator.node_lost(node, "its process ended")
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
@@ -491,101 +471,18 @@ def test_a_node_lost_while_the_disk_is_full_is_not_needed_if_its_weights_are_her
 
 def test_a_last_checkpoint_that_could_not_be_written_is_made_once_more_when_the_model_is_on_disk() -> None:
     store = RecordingStore()
-    harness = collecting(checkpoint_every=50, store=store)
+    harness = gathering(checkpoint_every=50, store=store)
     store.lacking = "none after 1 iterations: no room"
-    send(harness, 0, 2, 3, kept=True)
+    send_all(harness, 0, 2, 3, kept=True)
     harness.env.new_messages()
-    send(harness, 0, 2, 3, kept=False)
+    send_all(harness, 0, 2, 3, kept=False)
     assert is_now(harness.coordinator, CoordinatorState.GATHERING)
     assert store.moved == 1
     assert [each for each in harness.env.new_messages()[0] if each == KEPT or isinstance(each, GatherState)][-2:] == [
         KEPT,
         GatherState(0, True, ANY_ID),
     ]
-    send(harness, 0, 2, 3, kept=True)
+    send_all(harness, 0, 2, 3, kept=True)
     assert is_now(harness.coordinator, CoordinatorState.DONE), "once, whatever comes of it"
     assert store.done == [(1, (1, 1, 1))] * 2
     assert store.moved == 1
-
-
-# A model that grows
-
-
-def growing(store: RecordingStore, **others: Any) -> CoordinatorHarness:
-    """After the last iteration of the smaller model, nodes are asked for a checkpoint of it."""
-    return collecting(3, checkpoint_every=2, store=store, grows=True, **others)
-
-
-def test_a_model_that_grows_needs_its_last_checkpoint_and_no_weights() -> None:
-    store = RecordingStore()
-    harness = growing(store)
-    send(harness, 0, 2, 3, kept=True)
-    assert store.done == [(2, (2, 2, 2))], "of an earlier iteration"
-    assert not harness.coordinator.over
-    send(harness, 0, 2, 3, kept=True)
-    assert store.done[1:] == [(3, (3, 3, 3))]
-    assert is_now(harness.coordinator, CoordinatorState.DONE)
-    assert harness.coordinator.has_grown
-    assert harness.env.stored == []
-    assert harness.env.wal[-1] == {"grown": 2}
-    again = Stop("the model grows", again=True)
-    assert all(controls[-1] == again for controls in harness.env.new_messages().values())
-    assert sorted(harness.env.logged("disconnect")) == [(node,) for node in range(6)]
-    other = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 9), harness.env, harness.env, first_term=4)
-    assert other.term == 4 and harness.env.wal[-1] == {"term": 4}, "so nodes know it for a newer one"
-
-
-def test_nodes_keep_their_state_until_the_checkpoint_is_on_disk() -> None:
-    store = RecordingStore(lacking="no space left")
-    harness = growing(store, deadlines=Deadlines(disk_space=timedelta(seconds=90), gather=timedelta(seconds=7)))
-    for _ in range(2):
-        send(harness, 0, 2, 3, kept=True)
-    harness.wait(20)
-    assert is_now(harness.coordinator, CoordinatorState.GATHERING)
-    assert [event.kind for event in harness.env.events].count("storage") == 1
-    send(harness, 0, 2, 3, kept=True)
-    assert not harness.coordinator.over, "there still is no room"
-    store.lacking = ""
-    harness.wait(3)
-    harness.coordinator.node_lost(5, "its process ended")
-    send(harness, 0, 2, 3, kept=True)
-    assert harness.coordinator.has_grown
-    assert store.moved == 0
-    texts = [event.text for event in harness.env.events if event.kind == "storage"]
-    assert "the checkpoint from which the model grows cannot be written: no space left" in texts[0]
-    assert texts[1:] == ["the model can be written again"]
-
-
-def test_without_room_for_that_checkpoint_nodes_are_left_where_they_are() -> None:
-    store = RecordingStore(lacking="no space left")
-    harness = growing(store, deadlines=Deadlines(disk_space=timedelta(seconds=30)))
-    for _ in range(2):
-        send(harness, 0, 2, 3, kept=True)
-    harness.env.new_messages()
-    harness.wait(40)
-    assert "waited 30 s for disk space; make room, and go on with --resume" in harness.coordinator.failure
-    sent = [control for controls in harness.env.new_messages().values() for control in controls]
-    assert not any(isinstance(control, Stop) for control in sent)
-
-
-@pytest.mark.parametrize("lacking", ["", "no space left"])
-def test_a_run_that_is_stopped_does_not_grow(lacking: str) -> None:
-    store = RecordingStore(lacking=lacking)
-    harness = growing(store)
-    send(harness, 0, 2, 3, kept=True)
-    if lacking:
-        send(harness, 0, 2, 3, kept=True)
-    harness.coordinator.on_stop_requests(2)
-    send(harness, 0, 2, 3, kept=False)
-    assert is_now(harness.coordinator, CoordinatorState.DONE)
-    assert not harness.coordinator.has_grown
-    assert {stage for stage, *_ in harness.env.stored} == {0, 1, 2}
-    harness = coordinating(3, checkpoint_every=2, store=RecordingStore(), grows=True)
-    harness.coordinator.on_stop_requests(1)
-    harness.iterate()
-    for node in range(6):
-        harness.send(node, Stepped(0))
-    send(harness, 0, 2, 3, kept=True)
-    send(harness, 0, 2, 3, kept=False)
-    assert harness.env.wal[-1] == {"done": 0}
-    assert not harness.coordinator.has_grown
