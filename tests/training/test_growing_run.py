@@ -222,6 +222,7 @@ def test_nodes_train_what_one_process_does(tmp_path: Path) -> None:
     assert Plan.load(tmp_path / "run" / "plan.json").layers == (1,) * STAGES
 
 
+@pytest.mark.slow
 def test_it_is_what_train_and_grow_do_by_themselves(tmp_path: Path) -> None:
     recipe = {"skip": "1/2 until 1/3, 0", "grow": "1/3"}
     setup = built(tmp_path, recipe=recipe)
@@ -235,7 +236,8 @@ def test_it_is_what_train_and_grow_do_by_themselves(tmp_path: Path) -> None:
     assert_same_models(tmp_path / "run", tmp_path / "whole", 0.0)
 
 
-@pytest.mark.parametrize("done", [2, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("done", [2, 5, 8])
 def test_a_run_that_was_stopped_goes_on_at_its_depth(tmp_path: Path, done: int) -> None:
     recipe = {"skip": "1/2 until 1/3, 1/4 until 2/3, 0", "grow": "1/3, 2/3"}
     setup = built(tmp_path, recipe=recipe)

@@ -145,6 +145,7 @@ def test_a_job_trains_what_lies_beside_the_model_and_nothing_else(
         young_of(run)
 
 
+@pytest.mark.slow  # test_healing_exact.py
 def test_the_whole_model_teaches_over_nodes_as_in_one_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -252,8 +252,8 @@ checkpoint.every = 0
 @pytest.mark.parametrize(
     ("count", "layers"),
     [
-        pytest.param(4, "", id="stages of one layer"),
-        pytest.param(8, "", id="stages of two layers are copied whole"),
+        pytest.param(4, "", id="stages of one layer", marks=pytest.mark.slow),
+        pytest.param(8, "", id="stages of two layers are copied whole", marks=pytest.mark.slow),
         pytest.param(9, "2,3,2,2", id="unequal stages"),
     ],
 )

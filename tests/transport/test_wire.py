@@ -328,6 +328,7 @@ assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 4096  # KiB
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_few_thousand_broken_inputs() -> None:
     """In a process of its own, whose memory nobody else has grown."""
     command = [sys.executable, "-m", "benchmarks.fuzz", "--frames", "2000", "--seed", "1"]
