@@ -106,7 +106,9 @@ def depth_reached(jobs: Sequence[JobConfig], layers: int, run_id: str) -> int:
     in_use = layers_in_use(output / "journal") if jobs[-1].transport.peers else None
     if in_use in depths and jobs[depths.index(in_use)].iterations > done:
         return depths.index(in_use)  # nodes may be further than the checkpoint
-    return next((number for number, job in enumerate(jobs) if done < job.iterations), len(jobs) - 1)
+    by_iterations = next((number for number, job in enumerate(jobs) if done < job.iterations), len(jobs) - 1)
+    there = sum(newest.manifest.layers) if newest else 0
+    return max(by_iterations, depths.index(there) if there in depths else 0)  # a model does not shrink
 
 
 def young_of(run: Path) -> CheckpointOrigin:

@@ -401,6 +401,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_sends_nodes_there_first() -> None:
         coordinator.on_message(node, HELLO)
     for node, stage, origin in env.logged("welcome"):
         assert origin == StateSource("checkpoint", (COORDINATOR,), (stage,), (1.0,), 7 + stage, iterations=4), node
+    assert env.wal[0]["steps"] == [7, 8, 9], "before any node has them"
     harness = CoordinatorHarness(coordinator, env)
     harness.send(3, StateRequest(2, 0, 100, coordinator.membership[3].assignment))
     assert env.logged("state") == [(3, 2, 0, 100)]

@@ -6,13 +6,16 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines
 from skippipe.runtime.coordinator.state_machine import Coordinator
-from skippipe.runtime.messages import Stepped, Stop
+from skippipe.runtime.messages import Failed, Ready, Stepped, Stop
 from tests.helpers.single_coordinator import (
+    HELLO,
     CoordinatorHarness,
+    RecordingEnv,
     RecordingStore,
     coordinating,
     gathering,
@@ -100,3 +103,18 @@ def test_a_run_that_is_stopped_does_not_grow(lacking: str) -> None:
     send_all(harness, 0, 2, 3, kept=False)
     assert harness.env.wal[-1] == {"done": 0}
     assert not harness.coordinator.has_grown
+
+
+def test_a_node_that_fails_when_it_begins_anew_does_not_end_the_run() -> None:
+    env = RecordingEnv(checkpoint_store=RecordingStore(made=3))
+    settings = CoordinatorSettings(LEARNING, 9, resumed_from=3)
+    harness = CoordinatorHarness(Coordinator(small_plan(), settings, env, env, first_term=1), env)
+    harness.send(0, structs.replace(HELLO, version="0.0.0"))
+    for node in range(6):
+        harness.send(node, HELLO)
+    assert is_now(harness.coordinator, CoordinatorState.PREPARING)
+    harness.send(1, Failed("no memory is left"))
+    for node in (0, 2, 3, 4, 5):
+        harness.send(node, Ready())
+    assert is_now(harness.coordinator, CoordinatorState.TRAINING)
+    assert [(event.kind, event.node) for event in env.events][:2] == [("refused", "n0"), ("lost", "n1")]

@@ -286,6 +286,7 @@ def test_the_depth_of_a_journal_counts_while_nodes_may_be_there(tmp_path: Path) 
     assert reached([plans[2], {"done": 8}]) == 1
     assert reached([plans[0], {"commit": 2}]) == 1, "that is over"
     assert reached([plans[0], {"grown": 2}, {"run": ""}, {"term": 1}, plans[1]]) == 1
+    assert reached([], [replace(joined[0], iterations=8), *joined[1:]]) == 1, "a model does not shrink"
 
 
 # Over processes

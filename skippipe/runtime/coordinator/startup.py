@@ -132,6 +132,9 @@ class Startup:
             )
             return
         self.context.enter(CoordinatorState.PREPARING)
+        if self.resumed:  # the log is to have the steps of optimizers before any node has their state
+            for stage in range(len(self.replanner.plan.stages)):
+                self.recovery.from_checkpoint(stage)
         self.replanner.begin(self.commits.current.number)
         for node, stage in self._stages_of_those_here().items():
             self._build(node, stage)

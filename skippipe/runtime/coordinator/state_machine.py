@@ -148,6 +148,11 @@ class Coordinator:
         return self._commits.current.is_disturbed
 
     @property
+    def _is_beginning(self) -> bool:
+        """Nothing has been trained yet: what is wrong with a node is said before it costs anything."""
+        return self.state in (CoordinatorState.JOINING, CoordinatorState.PREPARING) and not self.first_term
+
+    @property
     def is_disk_full(self) -> bool:
         return self._end.is_disk_full
 
@@ -198,7 +203,7 @@ class Coordinator:
         match control:
             case Heartbeat():
                 member.activity, member.busy_s = control.doing, control.busy_s
-            case Failed() if self.state in (CoordinatorState.JOINING, CoordinatorState.PREPARING):
+            case Failed() if self._is_beginning:
                 self.fail(f"node '{self._name(node)}': {control.reason}")
             case Failed():
                 self._remove(node, control.reason)
@@ -272,7 +277,7 @@ class Coordinator:
 
     def _refuse(self, node: int, hello: Hello) -> None:
         reason = f"node '{self._name(node)}' runs skippipe {hello.version}, this is {__version__}; use one version"
-        if self.state is CoordinatorState.JOINING:
+        if self.state is CoordinatorState.JOINING and self._is_beginning:
             self.fail(reason)
             return
         self.log_event("refused", reason, node)
