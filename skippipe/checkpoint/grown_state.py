@@ -70,6 +70,11 @@ class GrownState:
         """For each layer, the layer of the smaller model that it is a copy of."""
         self._check(young)
 
+    @property
+    def summary(self) -> str:
+        copied = " ".join(map(str, self.donors))
+        return f"{sum(self._young_layers)} layers become {len(self.donors)}, copies of {copied}"
+
     def name(self, name: str) -> str:
         """The name of a tensor in the smaller model."""
         return donor_name(name, self.donors)

@@ -336,7 +336,13 @@ def origin_of(checkpoints: Checkpoints, node_config: NodeConfig, *, grown: bool 
     if origin is None:
         raise UserError(no_checkpoint(checkpoints))
     found = origin.manifest
-    grown = grown and sum(found.layers) < sum(node_config.plan.layers)
+    before, after = sum(found.layers), sum(node_config.plan.layers)
+    if before != after and not (grown and before < after):
+        raise UserError(
+            f"{origin.place}: has {before} layers, and the job's model {after}; go on with model, recipe.grow and "
+            "recipe.skip as they were"
+        )
+    grown = before < after
     left_out = LAYER_FIELDS if grown else ()
     for name, theirs, ours in (
         ("model", essence(found.config, left_out), essence(node_config.config, left_out)),

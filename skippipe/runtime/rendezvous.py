@@ -257,6 +257,8 @@ class Listener:
             one, other = sorted(pair)
             self.on_relay_only(one, other, False)
         for name, (until, _) in list(self._calls.items()):
+            if name not in self._calls:
+                continue  # disconnected meanwhile, because of another that was reached
             if name in connected:
                 del self._calls[name]
                 self.on_reached(name)

@@ -15,7 +15,7 @@ from skippipe.errors import UserError, install_command
 from skippipe.launch.launcher import JoinLauncher
 from skippipe.model.model_spec import parse_devices
 from skippipe.plan import Plan
-from skippipe.runtime.coordinator.interfaces import Callback, IterationReport, StopRequests
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, StopRequests
 from skippipe.runtime.coordinator.validation import Validation
 from skippipe.runtime.node.interfaces import node_devices
 from skippipe.training.build_run import RunSetup
@@ -39,8 +39,7 @@ def processes(run_setup: RunSetup, callback: Callback, stop_requests: StopReques
 
 def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests) -> None:
     """Without nodes: the reference trainer, microbatch after microbatch."""
-    *_, largest = run_setup.depths
-    validation = Validation(largest.coordinator_settings.validation)
+    validation = Validation(run_setup.coordinator_settings.validation)
     trainer = _reference_trainer(run_setup)
     origin = run_setup.run.origin
     if origin is not None:  # the weights that the job begins with
@@ -54,7 +53,9 @@ def one_process(run_setup: RunSetup, callback: Callback, stop_requests: StopRequ
     while run_setup.grows_into is not None and not stop_requests():
         first, run_setup = run_setup.job.iterations, run_setup.grown
         young, trainer = trainer, _reference_trainer(run_setup)
-        trainer.grow_from(young)
+        callback.happened(Event("grown", first, trainer.grow_from(young)))
+        settings = replace(run_setup.coordinator_settings.validation, best=(first, validation.best))
+        validation = Validation(settings, first_iteration=first)
         iterations = range(first, run_setup.job.iterations)
         _train_in_process(run_setup, trainer, validation, iterations, callback, stop_requests)
     stages = ((index, [encode(stage.weights.values.cpu(), "fp32"), None]) for index, stage in enumerate(trainer.stages))
@@ -96,7 +97,7 @@ def _train_in_process(
         if held_out is not None and validation.is_due(number + 1, last=last):
             loss = trainer.held_out_loss(held_out)
             callback.validated(validation.add(number, loss, time.monotonic() - began_s - took_s))
-        if stop_requests() or (validation.is_hopeless and run_setup.grows_into is None):
+        if stop_requests() or validation.is_hopeless:
             break
 
 
@@ -105,7 +106,6 @@ def virtual(run_setup: RunSetup, callback: Callback, stop_requests: StopRequests
     cluster = _run_virtually(run_setup, callback, stop_requests)
     while cluster.coordinator.has_grown:
         run_setup = run_setup.grown
-        run_setup.run.report_growth(callback)
         cluster = _run_virtually(run_setup, callback, stop_requests)
     run_setup.run.store(sorted(cluster.stored.items()), callback, stop_requests)
 
@@ -124,6 +124,7 @@ def _run_virtually(run_setup: RunSetup, callback: Callback, stop_requests: StopR
         config = replace(node_config, plan=plan)
         return build_node_executor(node, config, devices, sampler, packing=False, held_out=held_out)
 
+    run.report_growth(callback)
     if run.resumed:  # what an earlier coordinator has logged is not about what comes now
         run.begin_journal()
         run.wal.close()

@@ -20,7 +20,7 @@ from skippipe.collectives import COLLECTIVES, Collective
 from skippipe.data.batch_sampler import BatchSampler
 from skippipe.data.prepare import PrepareProgress, prepare
 from skippipe.data.token_file import TokenFile
-from skippipe.errors import UserError
+from skippipe.errors import Infeasible, UserError
 from skippipe.json_fields import json_text, write_text
 from skippipe.model.model_spec import ModelSpec, config_named, parse_devices
 from skippipe.optim.interface import STORED_BYTES
@@ -191,6 +191,7 @@ class RunSetup(RunOptions):
             optim=job.schedule,
             iterations=job.iterations,
             grows=self.grows_into is not None,
+            nodes_are_there=self.nodes_are_there,
             skip_schedule=job.followed,
             plans=self.plans,
             recorded=RecordedIterations(job.report.recorded, job.iterations),
@@ -250,6 +251,7 @@ class RunSetup(RunOptions):
             kept=job.checkpoint.keep,
             security=job.transport.security,
             listen=job.transport.listen,
+            later_plans=tuple(setup.plan for setup in self.depths if setup is not self),
             nodes_join=bool(job.transport.peers),
             restarts=job.survive.restarts,
             **{option.name: getattr(self, option.name) for option in fields(RunOptions)},
@@ -322,8 +324,12 @@ def _build_growing(
     reached = depth_reached([*young, job], whole.spec.layers, options.run_id) if options.resumed else 0
     found = replace(whole, given_job=job)
     for number in reversed(range(reached, len(young))):
-        file = plan_file(job, young_stages=young[number].pipeline.stages)
-        setup = _build_depth(young[number], reading, request, later if number else options, file)
+        stages = young[number].pipeline.stages
+        file = plan_file(job, young_stages=stages)
+        try:
+            setup = _build_depth(young[number], reading, request, later if number else options, file)
+        except Infeasible as error:
+            raise Infeasible(f"recipe.grow: the model of {stages} stages that is trained first: {error}") from None
         GrownState(setup.spec, setup.plan.layers, found.spec, found.plan.layers)  # or it would fail when it grows
         found = replace(setup, given_job=job, grows_into=found)
     return found

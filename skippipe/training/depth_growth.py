@@ -124,6 +124,10 @@ def young_of(run: Path) -> CheckpointOrigin:
 def check_job(young: CheckpointOrigin, job: JobConfig) -> None:
     """UserError if a run of this job cannot resume from there, as far as that is known before there is a plan."""
     made, output = young.manifest, Path(job.output)
+    if job.recipe.grow:
+        raise UserError(
+            "recipe.grow: a model that grows by itself begins small; leave it out, and what is skipped until then"
+        )
     if job.lora != LoraConfig() or job.recipe.heal:
         what = "recipe.heal" if job.recipe.heal else "lora"
         raise UserError(f"{what}: a grown model is trained whole; leave it out")

@@ -96,8 +96,8 @@ class ReferenceTrainer:
                 stage.weights.step(rate, scale / count)
         return ReferenceState(number, float(torch.stack(losses).double().mean()), norm, rate)
 
-    def grow_from(self, young: ReferenceTrainer) -> None:
-        """Begin as the grown form of a smaller model, with its optimizer's state."""
+    def grow_from(self, young: ReferenceTrainer) -> str:
+        """Begin as the grown form of a smaller model, with its optimizer's state; says what are copies of what."""
         grown = GrownState(young.spec, young.plan.layers, self.spec, self.plan.layers)
         found = {slot.name: weights.read_state(slot.start, slot.size) for weights, slot in young.state_slots()}
         for weights, slot in self.state_slots():
@@ -106,6 +106,7 @@ class ReferenceTrainer:
         steps = [stage.weights.steps for stage in young.stages]
         for index, stage in enumerate(self.stages):
             stage.weights.steps = grown.steps(index, steps)
+        return grown.summary
 
     def state_slots(self) -> Iterator[tuple[FlatParams, ParamSlot]]:
         """Every tensor of the weights and the optimizer's state, and the stage's weights whose state it lies in."""

@@ -146,6 +146,8 @@ class Run(RunOptions):
     """How often the launcher restarts a node of this machine."""
     kept: int = 2
     """How many checkpoints stay."""
+    later_plans: tuple[Plan, ...] = ()
+    """Plans of the deeper models that the run goes on with."""
 
     @cached_property
     def origin(self) -> CheckpointOrigin | None:
@@ -171,6 +173,8 @@ class Run(RunOptions):
         """The settings, with the checkpoint that the run starts from."""
         best = self.checkpoints.best() if self.resumed else None
         known = (best.manifest.iterations, best.manifest.validation_loss or 0.0) if best else None
+        if known and best and sum(best.manifest.layers) < sum(self.node_config.plan.layers):
+            known = self.first, known[1]  # a model that has grown is worse at first
         validation = replace(self.settings.validation, best=known)
         return replace(self.settings, resumed_from=self.first if self.origin else None, validation=validation)
 
@@ -220,21 +224,19 @@ class Run(RunOptions):
         if self.recovered_records:
             return
         first = {"run": self.run_id, "settings": _settings_of(self.node_config)}
-        if self._continues_journal:
-            self.wal.write(first)
+        if self.settings.nodes_are_there or (self.has_grown and self.wal.records and "grown" in self.wal.records[-1]):
+            self.wal_writer.write(first)
         else:
             self.wal.rewrite([first] if self.run_id else [])
 
     @property
-    def _continues_journal(self) -> bool:
-        """Whether the journal ends where the model has grown."""
-        return self.has_grown and bool(self.wal.records) and "grown" in self.wal.records[-1]
-
-    @property
-    def _first_term(self) -> int:
-        """The term of the coordinator: more than all before the model has grown."""
+    def first_term(self) -> int:
+        """The term of a coordinator that does not go on by a journal: more than those of all that its nodes may know.
+        If their journal is lost, a clock is a good guess."""
+        if self.recovered_records or not (self.has_grown or (self.nodes_join and self.first)):
+            return 0
         terms = [record["term"] for record in self.wal.records if "term" in record]
-        return 1 + max(terms, default=0) if self._continues_journal else 0
+        return 1 + max(terms, default=0) if self.wal.records else int(time.time())
 
     @cached_property
     def wal_writer(self) -> WalWriter:
@@ -280,7 +282,6 @@ class Run(RunOptions):
             launcher.start(server.address)
             while run.coordinate(server, run._with_drills(callback, launcher), stop_requests, launcher.ended):
                 run = next(following)._listening(endpoints)
-                run.report_growth(callback)
                 server.adopt(run.node_config, run.models.store, run.checkpoint_manager, run.wal_writer.write)
         finally:
             launcher.close()
@@ -316,6 +317,7 @@ class Run(RunOptions):
             checkpoint_store=self.checkpoint_manager,
             append_wal=self.wal_writer.write,
             admission=admission,
+            later_plans=self.later_plans,
         )
 
     @cached_property
@@ -325,13 +327,11 @@ class Run(RunOptions):
         )
 
     def report_growth(self, callback: Callback) -> None:
-        """Say how the model has grown since the checkpoint that the run goes on from."""
-        assert self.origin is not None
-        grown = StateReader(self.origin, self.node_config.plan.layers, self.spec).grown
-        if grown is not None:
-            before, after = sum(self.origin.manifest.layers), len(grown.donors)
-            text = f"{before} layers become {after}, copies of {' '.join(map(str, grown.donors))}"
-            callback.happened(Event("grown", self.first, text))
+        """Say how the model grows if the checkpoint that the run goes on from is of a smaller one."""
+        if self.has_grown and self.origin is not None:
+            grown = StateReader(self.origin, self.node_config.plan.layers, self.spec).grown
+            if grown is not None:
+                callback.happened(Event("grown", self.first, grown.summary))
 
     def coordinate(
         self, server: CoordinatorServer, callback: Callback, stop_requests: StopRequests, ended: EndedNodes = lambda: ()
@@ -340,7 +340,9 @@ class Run(RunOptions):
         from skippipe.planner.repair.repair import compile_repair
 
         threading.Thread(target=compile_repair, name="compile", daemon=True).start()  # before it is needed in a hurry
-        first_term = self._first_term
+        first_term = self.first_term
+        if not self.recovered_records:
+            self.report_growth(callback)
         self.begin_journal()
         has_grown = server.run(
             self.resumed_settings,

@@ -105,9 +105,28 @@ def test_a_run_that_is_stopped_does_not_grow(lacking: str) -> None:
     assert not harness.coordinator.has_grown
 
 
+@pytest.mark.parametrize("state", ["stepping", "gathering"])
+def test_the_last_checkpoint_is_completed_if_the_run_is_to_stop(state: str) -> None:
+    store = RecordingStore()
+    harness = coordinating(3, checkpoint_every=50, store=store, grows=True)
+    harness.iterate(3)
+    nodes = range(6) if state == "gathering" else range(5)
+    for node in nodes:
+        harness.send(node, Stepped(2))
+    harness.coordinator.on_stop_requests(1)
+    assert not harness.coordinator.over
+    harness.send(5, Stepped(2))
+    send_all(harness, 0, 2, 3, kept=True)
+    assert store.done == [(3, (3, 3, 3))]
+    send_all(harness, 0, 2, 3, kept=False)
+    assert is_now(harness.coordinator, CoordinatorState.DONE)
+    assert not harness.coordinator.has_grown
+    assert {stage for stage, *_ in harness.env.stored} == {0, 1, 2}
+
+
 def test_a_node_that_fails_when_it_begins_anew_does_not_end_the_run() -> None:
     env = RecordingEnv(checkpoint_store=RecordingStore(made=3))
-    settings = CoordinatorSettings(LEARNING, 9, resumed_from=3)
+    settings = CoordinatorSettings(LEARNING, 9, resumed_from=3, nodes_are_there=True)
     harness = CoordinatorHarness(Coordinator(small_plan(), settings, env, env, first_term=1), env)
     harness.send(0, structs.replace(HELLO, version="0.0.0"))
     for node in range(6):

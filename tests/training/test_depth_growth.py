@@ -341,6 +341,13 @@ def test_what_does_not_fit_is_one_line(shop: Shop) -> None:
     same = shop.complaint(young, shop.job("young"), "--force")
     assert "is where " in same
     assert "name another folder" in same
+    grows = shop.job("grows")
+    grows.write_text(
+        grows.read_text()
+        .replace('skip = "0"', "")
+        .replace("[learning]", '[recipe]\nskip = "1/2 until 50%, 0"\ngrow = "50%"\n[learning]')
+    )
+    assert "recipe.grow: a model that grows by itself begins small" in shop.complaint(young, grows)
     few = shop.complaint(young, shop.job("b", iterations=4))
     assert "iterations: 4 in the job, and " in few
     assert "000004 is 4 iterations on; say how long the whole run is to be" in few

@@ -207,13 +207,17 @@ def test_nodes_train_what_one_process_does(tmp_path: Path) -> None:
     assert [(len(each.plan.stages), each.job.iterations) for each in setup.depths] == [(2, 3), (3, 6), (4, 9)]
     assert {each.plan.microbatches for each in setup.depths} == {12}
     seen = trained(setup, "virtual")
-    once = elsewhere(setup, tmp_path / "once")
-    assert trained(once, "one-process").losses == pytest.approx(seen.losses, rel=1e-5)
+    once = trained(elsewhere(setup, tmp_path / "once"), "one-process")
+    assert once.losses == pytest.approx(seen.losses, rel=1e-5)
     assert_same_models(tmp_path / "run", tmp_path / "once")
-    assert seen.grown == [
-        (3, "2 layers become 3, copies of 0 1 1"),
-        (6, "3 layers become 4, copies of 0 1 1 2"),
-    ]
+    assert (
+        once.grown
+        == seen.grown
+        == [
+            (3, "2 layers become 3, copies of 0 1 1"),
+            (6, "3 layers become 4, copies of 0 1 1 2"),
+        ]
+    )
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert len(model.model.layers) == STAGES
     newest, *_ = Checkpoints(tmp_path / "run" / "checkpoints").complete()
@@ -237,19 +241,20 @@ def test_it_is_what_train_and_grow_do_by_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("done", [2, 5, 8])
+@pytest.mark.parametrize("done", [2, 3, 5, 8])
 def test_a_run_that_was_stopped_goes_on_at_its_depth(tmp_path: Path, done: int) -> None:
-    recipe = {"skip": "1/2 until 1/3, 1/4 until 2/3, 0", "grow": "1/3, 2/3"}
-    setup = built(tmp_path, recipe=recipe)
+    setup = built(tmp_path)
     whole = trained(elsewhere(setup, tmp_path / "whole"), "virtual")
     begun = trained(setup, "virtual", done - 1)  # after which one more is done
     assert begun.losses == whole.losses[:done]
-    layers = next(each.spec.layers for each in setup.depths if each.job.iterations > done)
+    layers = next(each.spec.layers for each in setup.depths if each.job.iterations >= done)
     assert setup.reached.spec.layers == layers
     assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").model.layers) == layers
-    resumed = built(tmp_path, resumed=True, recipe=recipe)
-    assert resumed.has_grown == (done > 3)
-    assert trained(resumed, "virtual").losses == whole.losses[done:]
+    resumed = built(tmp_path, resumed=True)
+    assert resumed.has_grown == (done >= 3)
+    rest = trained(resumed, "virtual")
+    assert rest.losses == whole.losses[done:]
+    assert rest.grown == [each for each in whole.grown if each[0] >= done]
     assert_same_models(tmp_path / "run", tmp_path / "whole", 0.0)
 
 
@@ -287,6 +292,33 @@ def test_the_depth_of_a_journal_counts_while_nodes_may_be_there(tmp_path: Path) 
     assert reached([plans[0], {"commit": 2}]) == 1, "that is over"
     assert reached([plans[0], {"grown": 2}, {"run": ""}, {"term": 1}, plans[1]]) == 1
     assert reached([], [replace(joined[0], iterations=8), *joined[1:]]) == 1, "a model does not shrink"
+
+
+def test_nodes_that_have_known_another_coordinator_hear_the_new_one(tmp_path: Path) -> None:
+    """They take a higher term for a newer coordinator: more than any in the journal, or any that they may know."""
+    setup = built(tmp_path)
+    trained(setup, "virtual", until=4)
+    run = built(tmp_path, resumed=True).run
+    run.wal.close()
+
+    def term(records: list[dict[str, Any]], **others: Any) -> int:
+        wal = WriteAheadLog(tmp_path / "run" / "journal")
+        wal.rewrite(records)
+        wal.close()
+        other = replace(run, **others)
+        found = other.first_term
+        other.wal.close()
+        return found
+
+    committed = {"plan": setup.plan.to_json()}, {"commit": 2}
+    assert term([{"run": ""}, *committed]) == 1, "it did not say that the model has grown"
+    assert term([{"run": ""}, {"term": 4}, *committed, {"grown": 2}]) == 5
+    assert term([{"run": ""}, {"term": 4}, *committed, {"done": 2}], has_grown=False) == 0, "nodes of this machine"
+    assert term([{"run": ""}, {"term": 4}, {"done": 2}], nodes_join=True) == 5
+    (tmp_path / "run" / "journal").unlink()
+    lost = replace(run, nodes_join=True)
+    assert lost.first_term > 10**9
+    lost.wal.close()
 
 
 # Over processes
@@ -363,9 +395,18 @@ def test_a_node_is_lost_before_and_after_the_model_grows(tmp_path: Path, command
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed_after", [12, 28], ids=["before it grows", "afterwards"])
+@pytest.mark.parametrize(
+    ("killed_after", "number", "keeps_journal"),
+    [(12, signal.SIGKILL, True), (28, signal.SIGKILL, True), (28, signal.SIGKILL, False), (19, signal.SIGTERM, True)],
+    ids=["before it grows", "afterwards", "and its journal is lost", "in the last iteration of the smaller model"],
+)
 def test_nodes_that_join_outlive_the_coordinator(
-    tmp_path: Path, skippipe: CommandHere, commands: ExitStack, killed_after: int
+    tmp_path: Path,
+    skippipe: CommandHere,
+    commands: ExitStack,
+    killed_after: int,
+    number: int,
+    keeps_journal: bool,
 ) -> None:
     at = f"127.0.0.1:{free_port('127.0.0.1')}"
     keys = tmp_path / "keys"
@@ -376,11 +417,14 @@ def test_nodes_that_join_outlive_the_coordinator(
     train = begun(commands, "train", job)
     nodes = [begun(commands, "node", "--join", at, "--key", keys / f"{name}.key") for name in names]
     wait_for(lambda: len(lines_of(tmp_path, "metrics.jsonl")) >= killed_after, WAIT_S)
-    train.end(signal.SIGKILL)
+    train.end(number)
     done = len(lines_of(tmp_path, "metrics.jsonl"))
+    if not keeps_journal:
+        (tmp_path / "run" / "journal").unlink()
     assert_succeeds(begun(commands, "train", job, "--resume"))
     assert_whole(tmp_path)
-    (restarted,) = [each for each in lines_of(tmp_path, "events.jsonl") if each["kind"] == "coordinator-restarted"]
-    assert restarted["iteration"] >= done
+    restarted = [each for each in lines_of(tmp_path, "events.jsonl") if each["kind"] == "coordinator-restarted"]
+    assert len(restarted) <= keeps_journal
+    assert all(each["iteration"] >= done for each in restarted)
     for node in nodes:
         assert_succeeds(node)

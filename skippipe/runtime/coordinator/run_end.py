@@ -94,8 +94,15 @@ class RunEnd:
             last = self.context.iteration if order is None else order.iteration
             self.commits.end = min(self.commits.end, last + 1)
             self.context.log_event("ending", "after this iteration, as was asked; Ctrl-C again ends it at once")
-        else:
+        elif not self._makes_last_checkpoint:
             self._stop_now()
+
+    @property
+    def _makes_last_checkpoint(self) -> bool:
+        """Whether nodes take the last step, or the checkpoint is made from which the model would grow: that is
+        completed if the run is to stop, and the weights follow it."""
+        ending = self.context.state in (CoordinatorState.STEPPING, CoordinatorState.GATHERING)
+        return self.settings.grows and ending and self.gather.weights is None and self.gather.unwritten is None
 
     def _stop_now(self) -> None:
         """Give up the current iteration, and gather the weights as they are; before training there are none."""

@@ -44,10 +44,13 @@ class CoordinatorServer:
         checkpoint_store: CheckpointStore | None = None,
         append_wal: Callable[[dict[str, Any]], None] = lambda record: None,
         admission: Admission | None = None,
+        later_plans: Sequence[Plan] = (),
     ) -> None:
         self.machine: Coordinator | None = None
         self.adopt(node_config, store, checkpoint_store, append_wal)
         self._publics = publics
+        self._plans = [node_config.plan, *later_plans]
+        """The plan that the run starts with, and those for when its model has grown."""
         self._names = {number: node.name for number, node in enumerate(node_config.plan.cluster.nodes)}
         self._numbers = dict(node_config.plan.cluster.number)
         self._mailbox = Mailbox(THE_COORDINATOR, keys, listen=listen, security=security, depth=1024)
@@ -150,17 +153,12 @@ class CoordinatorServer:
         )
 
     def _needs(self, name: str) -> NodeNeeds:
-        """What each device of a node of the plan that the run started with is to bring; called by another thread."""
-        plan, node = self._node_config.plan, self._numbers.get(name, -1)
+        """What each device of a node of the plans that the run started with is to bring; called by another thread."""
+        node = self._numbers.get(name, -1)
         if node < 0 and name not in self._listener.relay_names:
             return NodeNeeds(unplaced=self._unplaced(name))
-        stage = plan.stage_of.get(node)
-        if stage is None:
-            return NodeNeeds(self._node_config.device)
-        lanes = len(lanes_through([lane.path for lane in plan.lanes]).get(node, ()))
-        slots = -(-lanes // plan.workers[node])
-        needed = device_bytes(plan.cluster.nodes[node], plan.workload, stage, plan.layers[stage], slots)
-        return NodeNeeds(self._node_config.device, needed)
+        needed = [_device_bytes(plan, node) for plan in self._plans if node in plan.stage_of]
+        return NodeNeeds(self._node_config.device, max(needed)) if needed else NodeNeeds(self._node_config.device)
 
     def close(self) -> None:
         self._mailbox.close()
@@ -236,3 +234,10 @@ class CoordinatorServer:
 
     def _on_out_only(self, name: str, address: str, site: str) -> None:
         self._machine.on_reach(self._numbers[name], "" if address == OUT_ONLY else address, site)
+
+
+def _device_bytes(plan: Plan, node: int) -> int:
+    """What each device of a node has to hold by a plan."""
+    stage, lanes = plan.stage_of[node], len(lanes_through([lane.path for lane in plan.lanes]).get(node, ()))
+    slots = -(-lanes // plan.workers[node])
+    return device_bytes(plan.cluster.nodes[node], plan.workload, stage, plan.layers[stage], slots)

@@ -90,6 +90,8 @@ class CoordinatorSettings:
     """Iterations of the whole run, counted from its very first; or until the model grows."""
     grows: bool = False
     """The model grows afterwards: the run ends with its last checkpoint, and nodes begin anew."""
+    nodes_are_there: bool = False
+    """The model has grown just now: nodes were there before, and begin anew."""
     resumed_from: int | None = None
     """Completed iterations of the checkpoint that nodes start from; None: they start from initial weights."""
     skip_schedule: SkipSchedule = field(default_factory=SkipSchedule)

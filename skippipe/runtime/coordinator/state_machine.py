@@ -149,8 +149,9 @@ class Coordinator:
 
     @property
     def _is_beginning(self) -> bool:
-        """Nothing has been trained yet: what is wrong with a node is said before it costs anything."""
-        return self.state in (CoordinatorState.JOINING, CoordinatorState.PREPARING) and not self.first_term
+        """Nodes are new: what is wrong with one of them is said before it costs anything."""
+        new = self.state in (CoordinatorState.JOINING, CoordinatorState.PREPARING)
+        return new and not self.settings.nodes_are_there
 
     @property
     def is_disk_full(self) -> bool:
