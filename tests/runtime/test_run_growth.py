@@ -11,6 +11,7 @@ from msgspec import structs
 from skippipe.runtime.coordinator.interfaces import CoordinatorState
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, Deadlines
 from skippipe.runtime.coordinator.state_machine import Coordinator
+from skippipe.runtime.fencing import first_id
 from skippipe.runtime.messages import Failed, Ready, Stepped, Stop
 from tests.helpers.single_coordinator import (
     HELLO,
@@ -47,6 +48,7 @@ def test_a_model_that_grows_needs_its_last_checkpoint_and_no_weights() -> None:
     assert sorted(harness.env.logged("disconnect")) == [(node,) for node in range(6)]
     other = Coordinator(small_plan(), CoordinatorSettings(LEARNING, 9), harness.env, harness.env, first_term=4)
     assert other.term == 4 and harness.env.wal[-1] == {"term": 4}, "so nodes know it for a newer one"
+    assert other._commits.current.first_epoch == first_id(4), "and what comes late of the former is of an epoch before"
 
 
 def test_nodes_keep_their_state_until_the_checkpoint_is_on_disk() -> None:

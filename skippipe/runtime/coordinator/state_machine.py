@@ -118,6 +118,8 @@ class Coordinator:
             *(self, settings, membership, self._replanner, self._recovery, self._gather, self._detector),
             *(self._validation, env, self.callback),
         )
+        if self.first_term:  # tensors of iterations that are done again may still be on their way
+            self._commits.epoch = first_id(self.term)
         self._startup = Startup(
             self, log, resumed_from is not None, membership, env, self._replanner, self._recovery, self._commits
         )
