@@ -114,6 +114,11 @@ class CheckpointManager:
         return self._opened.steps(stage)
 
     @property
+    def grown(self) -> GrownState | None:
+        """How the model has grown since the checkpoint to resume from; None: it has not, or there is none."""
+        return self._reader.grown if self._reader is not None else None
+
+    @property
     def _opened(self) -> StateReader:
         assert self._reader is not None, "there is no checkpoint to resume from"
         return self._reader

@@ -14,7 +14,7 @@ from typing import Any
 from skippipe.checkpoint.adapters import BASE
 from skippipe.checkpoint.format import CheckpointOrigin, Checkpoints
 from skippipe.checkpoint.hf_export import ModelFolder
-from skippipe.checkpoint.manager import CheckpointManager, StateReader, essence, no_checkpoint, origin_of
+from skippipe.checkpoint.manager import CheckpointManager, essence, no_checkpoint, origin_of
 from skippipe.checkpoint.storage import ModelStore, Rescue, WriteFailures
 from skippipe.constraints import lanes_through
 from skippipe.data.tokenizer import TextTokenizer
@@ -328,10 +328,8 @@ class Run(RunOptions):
 
     def report_growth(self, callback: Callback) -> None:
         """Say how the model grows if the checkpoint that the run goes on from is of a smaller one."""
-        if self.has_grown and self.origin is not None:
-            grown = StateReader(self.origin, self.node_config.plan.layers, self.spec).grown
-            if grown is not None:
-                callback.happened(Event("grown", self.first, grown.summary))
+        if (grown := self.checkpoint_manager.grown) is not None:
+            callback.happened(Event("grown", self.first, grown.summary))
 
     def coordinate(
         self, server: CoordinatorServer, callback: Callback, stop_requests: StopRequests, ended: EndedNodes = lambda: ()
