@@ -34,7 +34,7 @@ from skippipe.model.stand_ins import is_stand_in
 from skippipe.optim.interface import STORED_BYTES
 from skippipe.runs.records import MetricsRow, metrics_of
 from skippipe.runs.tail import read_object
-from skippipe.runtime.coordinator.interfaces import MalformedWeights
+from skippipe.runtime.state_source import MalformedWeights
 
 JOB_FILE = "job.json"
 CARD_FILE = "README.md"

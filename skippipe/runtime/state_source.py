@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 
+class MalformedWeights(Exception):
+    """What a node has sent cannot be the weights of its stage."""
+
+
 @dataclass(frozen=True)
 class StateSource:
     """Where a node gets the state of its stage from."""

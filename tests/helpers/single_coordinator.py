@@ -16,7 +16,6 @@ from skippipe.runtime.coordinator.interfaces import (
     CoordinatorState,
     Event,
     IterationReport,
-    MalformedWeights,
     WriteFailed,
 )
 from skippipe.runtime.coordinator.settings import CoordinatorSettings
@@ -41,7 +40,7 @@ from skippipe.runtime.messages import (
     StateRequest,
     Stepped,
 )
-from skippipe.runtime.state_source import StateSource
+from skippipe.runtime.state_source import MalformedWeights, StateSource
 from skippipe.transport.message import CheckpointPiece, Message, WeightsPiece
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.single_node import AT_ONCE, LEARNING, plan_of, small_plan

@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from msgspec import structs
 
-from skippipe.runtime.coordinator.interfaces import CoordinatorState, MalformedWeights, WriteFailed
+from skippipe.runtime.coordinator.interfaces import CoordinatorState, WriteFailed
 from skippipe.runtime.coordinator.settings import Deadlines
 from skippipe.runtime.messages import (
     COORDINATOR,
@@ -20,7 +20,7 @@ from skippipe.runtime.messages import (
     Stepped,
     Stop,
 )
-from skippipe.runtime.state_source import StateSource
+from skippipe.runtime.state_source import MalformedWeights, StateSource
 from skippipe.transport.message import Message
 from tests.helpers.single_coordinator import (
     ANY_ID,

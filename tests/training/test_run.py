@@ -34,10 +34,11 @@ from skippipe.launch.fork_server import ProcessPool
 from skippipe.model.model_spec import ModelSpec
 from skippipe.optim.config import OptimConfig
 from skippipe.plan import Lane, Plan, Stage
-from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport, MalformedWeights
+from skippipe.runtime.coordinator.interfaces import Callback, Event, IterationReport
 from skippipe.runtime.coordinator.settings import CoordinatorSettings, RecoverySettings
 from skippipe.runtime.node.ops import Op, OpThreads, OptimizerStep
 from skippipe.runtime.node_config import NodeConfig
+from skippipe.runtime.state_source import MalformedWeights
 from skippipe.simulator import simulate
 from skippipe.training.reference import ReferenceTrainer
 from skippipe.training.run import Run

@@ -73,10 +73,6 @@ class WriteFailed(Exception):
         self.ways = ways
 
 
-class MalformedWeights(Exception):
-    """What a node has sent cannot be the weights of its stage."""
-
-
 class Callback:
     """Receives the progress of a run; a subclass overrides what it is interested in."""
 

@@ -27,7 +27,6 @@ from skippipe.runtime.coordinator.interfaces import (
     CoordinatorState,
     Event,
     EventKind,
-    MalformedWeights,
 )
 from skippipe.runtime.coordinator.membership import Member, Membership, MemberState
 from skippipe.runtime.coordinator.reachability import Reachability
@@ -59,6 +58,7 @@ from skippipe.runtime.messages import (
     Validated,
 )
 from skippipe.runtime.relay_pool import RelayInfo
+from skippipe.runtime.state_source import MalformedWeights
 from skippipe.transport.message import Message
 
 
