@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
+from importlib import import_module
 from itertools import chain, pairwise
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -338,3 +341,19 @@ def test_what_changes_passes_is_what_recordings_depend_on(change: dict[str, Any]
         found.append((engine._recorded_with, torch.cat([weights.values for weights in engine._learned])))
     (before, values), (after, others) = found
     assert not torch.equal(values, others) and before != after
+
+
+def test_what_a_machine_with_torch_and_transformers_alone_imports() -> None:
+    """Many machines with GPUs let nothing be installed (`benchmarks.gpu_bundle` carries what training needs besides)."""
+
+    def child() -> None:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "skippipe"]:
+            del sys.modules[name]
+        sys.modules.update(dict.fromkeys(("msgspec", "numba", "ortools", "typer", "zmq")))  # None: cannot be imported
+        for name in ("study.__main__", "inference.engine", "model.model_spec", "optim.muon"):
+            import_module(f"skippipe.{name}")
+
+    process = get_context("fork").Process(target=child)  # torch is there already: seconds less than a Python of its own
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
