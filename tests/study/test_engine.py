@@ -344,12 +344,13 @@ def test_what_changes_passes_is_what_recordings_depend_on(change: dict[str, Any]
 
 
 def test_what_a_machine_with_torch_and_transformers_alone_imports() -> None:
-    """Many machines with GPUs let nothing be installed (`benchmarks.gpu_bundle` carries what training needs besides)."""
+    """Many machines with GPUs let nothing be installed; `benchmarks.gpu_bundle` carries what training needs."""
 
     def child() -> None:
         for name in [name for name in sys.modules if name.partition(".")[0] == "skippipe"]:
             del sys.modules[name]
-        sys.modules.update(dict.fromkeys(("msgspec", "numba", "ortools", "typer", "zmq")))  # None: cannot be imported
+        modules: dict[str, Any] = sys.modules
+        modules.update(dict.fromkeys(("msgspec", "numba", "ortools", "typer", "zmq")))  # None: cannot be imported
         for name in ("study.__main__", "inference.engine", "model.model_spec", "optim.muon"):
             import_module(f"skippipe.{name}")
 
