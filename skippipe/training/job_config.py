@@ -40,7 +40,7 @@ that three seeds on 105M tokens could tell (−0.0006 ± 0.0008 nats), for half 
 averaging's."""
 SHORT = {
     *("output", "iterations", "cluster", "model.config", "model.weights", "data.texts", "batch.sequence"),
-    *("pipeline.stages", "recipe.skip", "learning.rate", "compute.device", "compute.dtype"),
+    *("pipeline.stages", "recipe.skip", "recipe.grow", "learning.rate", "compute.device", "compute.dtype"),
 }
 """Fields that most jobs set."""
 FOR_STUDIES = {
