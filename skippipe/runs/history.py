@@ -5,7 +5,7 @@ the last one counts, and it voids those of later iterations before it: a run tha
 of them again.
 
 From it follow the outages of nodes (what was done about them, and what became of the nodes) and their utilization, as
-planned and as measured: means over the recorded iterations.
+planned and as measured: means over the recorded iterations, those since the model has its last depth.
 """
 
 from __future__ import annotations
@@ -97,6 +97,13 @@ class RunHistory:
             for name in names
         ]
         return sorted(found, key=lambda use: (use.stage is None, use.stage or 0))
+
+    @cached_property
+    def compared(self) -> tuple[RecordedIteration, ...]:
+        """Recorded iterations since the model has grown for the last time, before which nodes had other stages; all, if
+        there are none since."""
+        grown = max((event.iteration for event in self.events if event.kind == "grown"), default=0)
+        return tuple(recorded for recorded in self.recorded if recorded.iteration >= grown) or self.recorded
 
     @cached_property
     def outages(self) -> list[NodeOutage]:
@@ -385,10 +392,10 @@ class NodeUtilization(NamedTuple):
 
 
 def _recorded(history: RunHistory) -> tuple[dict[str, Utilization], dict[str, Utilization]]:
-    """Node → its utilization as planned for the recorded iterations, and as measured in them."""
+    """Node → its utilization as planned for recorded iterations, and as measured in them."""
     planned: dict[str, list[Utilization]] = {}
     measured: dict[str, list[Utilization]] = {}
-    for recorded in history.recorded:
+    for recorded in history.compared:
         whole_s = history.row[recorded.iteration].seconds
         if recorded.planned:
             _add(planned, recorded, recorded.planned, max(bar.end_s for bar in recorded.planned))

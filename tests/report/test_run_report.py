@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import struct
-import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,7 +19,7 @@ import pytest
 
 from skippipe.report.run.html import write_run_html
 from skippipe.report.run.png import PRINT_DPI, WIDTH_IN
-from skippipe.report.run.summary import MARK_KINDS, MEANINGS, amount, run_json
+from skippipe.report.run.summary import MARK_KINDS, MEANINGS, amount, recorded_in_words, run_json
 from skippipe.runs.history import MOST_RECORDED, RunHistory, read_history
 from skippipe.runs.records import CHECKPOINTED, MetricsRow, downsample
 from skippipe.runs.wal import WriteAheadLog
@@ -263,7 +262,7 @@ def test_metrics_alone_make_a_report(folder: Path, tmp_path: Path, skippipe: Com
 
 
 def test_what_an_earlier_run_has_left_does_not_count(folder: Path) -> None:
-    past = time.time() - 60
+    past = (read_history(folder).rows[0].time or 0.0) - 60
     shutil.copy(folder / "traces" / "000006.json", folder / "traces" / "000008.json")
     for name in ("traces/000008.json", "journal", "cluster.json"):
         os.utime(folder / name, (past, past))
@@ -432,6 +431,18 @@ def test_lines_and_traces_of_earlier_versions_count_from_0(tmp_path: Path) -> No
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "traces" / "000002.json").rename(tmp_path / "traces" / "iteration-000001.json")
     assert run_json(read_history(tmp_path)) == new
+
+
+def test_iterations_of_a_smaller_model_do_not_count_for_its_nodes(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path, plan_of())
+    run.iteration(0, recorded=True)
+    assert [each.iteration for each in read_history(tmp_path).compared] == [0]
+    run.event("grown", "2 layers become 3", iteration=1)
+    assert [each.iteration for each in read_history(tmp_path).compared] == [0], "none since"
+    run.iteration(1, recorded=True)
+    history = read_history(tmp_path)
+    assert [each.iteration for each in history.compared] == [1]
+    assert "recorded iterations (2)" in recorded_in_words(history)
 
 
 def test_names_are_text_and_no_markup(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def _slowdown(use: NodeUtilization) -> str:
 def recorded_in_words(history: RunHistory) -> str:
     if not history.recorded:
         return "No iteration was recorded, so the planned figures are the plan's own and nothing is measured."
-    numbers = ", ".join(str(recorded.iteration + 1) for recorded in history.recorded)
+    numbers = ", ".join(str(recorded.iteration + 1) for recorded in history.compared)
     teaches = history.plan is not None and history.plan.workload.teacher
     passes = " Passes of the teacher are not recorded: their time is idle here." if teaches else ""
     return f"Means over the recorded iterations ({numbers}).{passes}"
