@@ -18,7 +18,7 @@ from skippipe.cli.options import (
 from skippipe.errors import UserError
 from skippipe.json_fields import check_empty, check_output, write_text
 from skippipe.terminal import interruptible
-from skippipe.training.train_job import begin_run, build_setup, run_job, wanted_job
+from skippipe.training.train_job import begin_run, build_setup, plan_job, run_job, wanted_job
 from skippipe.value_ranges import ITERATIONS, VOCABULARY, Choices
 
 
@@ -94,6 +94,14 @@ def train(
             help="Show the run in the browser at this port of 127.0.0.1, as 'skippipe dashboard' would.",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Train nothing: read the text, make the plans, and say how long all iterations would take on the "
+            "machines of the cluster.",
+        ),
+    ] = False,
 ) -> None:
     """Train a model along planned paths.
 
@@ -121,6 +129,14 @@ def train(
         raise UserError("--drill: is for nodes that are processes of this machine")
     if resume and force:
         raise UserError("--force: begins anew, and --resume goes on; give one of them")
+    nodes_here = engine != "ray" and not wanted.transport.peers
+    if dry_run:
+        given = {"resume": resume, "force": force, "rescue": rescue, "drill": drill, "dashboard": dashboard}
+        for name, value in given.items():
+            if value:
+                raise UserError(f"--{name}: is for a run, and --dry-run begins none; leave one of them out")
+        plan_job(wanted, nodes_here=nodes_here, listens=engine == "processes")
+        return
     if rescue is not None:
         from skippipe.training.run_folder import set_rescue_folder
 
@@ -128,7 +144,6 @@ def train(
         if process is not None:
             print(f"{wanted.output}: the run that is going on (process {process}) now has a rescue folder: {rescue}")
             return
-    nodes_here = engine != "ray" and not wanted.transport.peers
     from skippipe.dashboard.server import dashboard_process
 
     with dashboard_process(Path(wanted.output), dashboard, resumed=resume) if dashboard is not None else nullcontext():
@@ -266,7 +281,7 @@ def grow(
     depth_growth.check_job(young, wanted)
     with open_run_folder(Path(wanted.output), force=force) as folder:
         with interruptible() as stopped:
-            run_setup = build_setup(wanted, stopped, nodes_here=False, resumed=False, drills=frozenset(), folder=folder)
+            run_setup = build_setup(wanted, stopped, nodes_here=False, folder=folder)
         if stopped:
             raise KeyboardInterrupt
         grown = depth_growth.grow(young, run_setup.run, lambda: begin_run(folder, run_setup))

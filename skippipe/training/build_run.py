@@ -326,8 +326,9 @@ def _build_growing(
     for number in reversed(range(reached, len(young))):
         stages = young[number].pipeline.stages
         file = plan_file(job, young_stages=stages)
+        first = young[number - 1].iterations if number else 0
         try:
-            setup = _build_depth(young[number], reading, request, later if number else options, file)
+            setup = _build_depth(young[number], reading, request, later if number else options, file, first)
         except Infeasible as error:
             raise Infeasible(f"recipe.grow: the model of {stages} stages that is trained first: {error}") from None
         GrownState(setup.spec, setup.plan.layers, found.spec, found.plan.layers)  # or it would fail when it grows

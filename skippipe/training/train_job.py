@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
 from skippipe.errors import UserError
@@ -69,7 +70,7 @@ def run_job(
     for note in start_notes(wanted, nodes_here=started_here, listens=engine is BACKENDS["processes"]):
         print(note, file=sys.stderr)
     with interruptible(2) as stopped, open_run_folder(output, resumed=resumed, force=force, rescue=rescue) as folder:
-        run_setup = build_setup(wanted, stopped, nodes_here, resumed, drills, folder)
+        run_setup = build_setup(wanted, stopped, nodes_here, folder, resumed=resumed, drills=drills)
         if stopped:
             raise KeyboardInterrupt
         run_setup.check_room(rescue)
@@ -98,6 +99,27 @@ def run_job(
         print(f"stopped; {what}; {more}", file=sys.stderr)
         raise SystemExit(130)
     print(f"done; the model is in {models.place}, figures in {output}/metrics.jsonl")
+
+
+def plan_job(wanted: JobConfig, nodes_here: bool = True, listens: bool = True) -> None:
+    """Print what a run of the job would come to on the machines of its cluster. Its output folder stays as it is."""
+    from skippipe.report.run.summary import duration
+    from skippipe.training.metrics import promised_left
+
+    for note in start_notes(wanted, nodes_here=nodes_here, listens=listens):
+        print(note, file=sys.stderr)
+    with interruptible(2) as stopped, TemporaryDirectory() as folder:
+        run_setup = build_setup(replace(wanted, output=folder), stopped, nodes_here, None)
+        if stopped:
+            raise KeyboardInterrupt
+        _announce(run_setup, promised=True)
+        _announce_turns(run_setup, stopped)
+        _announce_backup(run_setup)
+        whole_s = promised_left([(each.job, each.plan, each.plans) for each in run_setup.depths])(0)
+        print(
+            f"{wanted.iterations:,} iterations would take {duration(whole_s)} on the machines of "
+            f"'{run_setup.plan.cluster.name}', as planned, and more with held-out text, checkpoints and lost nodes"
+        )
 
 
 def start_notes(job: JobConfig, *, nodes_here: bool, listens: bool) -> Iterator[str]:
@@ -151,12 +173,22 @@ def begin_run(folder: RunFolder, run_setup: RunSetup) -> None:
 
 
 def build_setup(
-    wanted: JobConfig, stopped: list[int], nodes_here: bool, resumed: bool, drills: frozenset[int], folder: RunFolder
+    wanted: JobConfig,
+    stopped: list[int],
+    nodes_here: bool,
+    folder: RunFolder | None,
+    *,
+    resumed: bool = False,
+    drills: frozenset[int] = frozenset(),
 ) -> RunSetup:
+    """Text, model and plans of a job, to be run in this folder; None: not to be run."""
     from skippipe.planner.problem import PlanRequest, Strategy
     from skippipe.training.build_run import build_run
     from skippipe.training.run import RunOptions
 
+    options = RunOptions(resumed=resumed, drills=drills, leaves_nodes=lambda: signal.SIGTERM in stopped)
+    if folder is not None:
+        options = replace(options, run_id=folder.run_id, rescue=folder.rescue)
     with plan_progress(Strategy(wanted.pipeline.strategy)) as progress:
         request = PlanRequest(wanted.seed, wanted.pipeline.budget_s, None, progress, stopped=lambda: bool(stopped))
         return build_run(
@@ -164,13 +196,7 @@ def build_setup(
             reading=lambda what, share: progress(what, share, None),
             request=request,
             nodes_here=nodes_here,
-            options=RunOptions(
-                resumed=resumed,
-                drills=drills,
-                run_id=folder.run_id,
-                rescue=folder.rescue,
-                leaves_nodes=lambda: signal.SIGTERM in stopped,
-            ),
+            options=options,
         )
 
 
@@ -205,12 +231,13 @@ def _announce(run_setup: RunSetup, promised: bool) -> None:
     if teacher := _teacher_text(run_setup.job):
         print(teacher)
     for each in run_setup.depths:
-        if each.grows_into is not None:
-            now, then = (setup.plan for setup in (each, each.grows_into))
+        if (deeper := each.grows_into) is not None:
+            now, then = each.plan, deeper.plan
             promise = f", {now.promise.iteration_s:.2f} s an iteration" if promised else ""
             print(
                 f"until iteration {each.job.iterations} it has {sum(now.layers)} layers in {len(now.stages)} "
-                f"stages{promise}; then {sum(then.layers)} in {len(then.stages)}"
+                f"stages{promise}; then {sum(then.layers)} in {len(then.stages)}: "
+                + timetable_text(deeper.lengths, deeper.plans, len(then.stages), promised=promised)
             )
     job, first = run_setup.job, run_setup.run.first
     left = job.followed.path_lengths(job.iterations, len(plan.stages), plan.visited, first)

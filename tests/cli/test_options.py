@@ -140,7 +140,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "compare": ("skippipe.cli.plan.search_plan",),
     "sweep": ("skippipe.cli.sweep.search_plan",),
     "why": ("skippipe.planner.whatif.advisor.advise",),
-    "train": ("skippipe.cli.train.run_job", "skippipe.dashboard.server.dashboard_process"),
+    "train": (
+        "skippipe.cli.train.run_job",
+        "skippipe.cli.train.plan_job",
+        "skippipe.dashboard.server.dashboard_process",
+    ),
     "dashboard": ("skippipe.dashboard.server.listen", "skippipe.dashboard.server.run"),
     "grow": (
         "skippipe.training.depth_growth.young_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -193,6 +194,7 @@ def test_growth_that_cannot_work_is_refused_before_training(tmp_path: Path) -> N
 
 def test_plans_are_for_iterations_that_there_are(tmp_path: Path) -> None:
     """Iterations before the model has grown do not count."""
+    assert [dict(each.lengths) for each in built(tmp_path).depths] == [{2: 3}, {3: 3}, {(4, 3): 3}]
     setup = built(tmp_path, recipe={"skip": "1/4 until 5/9, 0", "grow": "1/3"})
     assert setup.grows_into is not None
     assert setup.grows_into.lengths == {3: 2, 4: 4}
@@ -392,6 +394,27 @@ def test_a_node_is_lost_before_and_after_the_model_grows(tmp_path: Path, command
     for iteration, node in killed:
         kinds = {each["kind"] for each in events if each["node"] == node and each["iteration"] >= iteration}
         assert {"lost", "rerouted", "recovered"} <= kinds, "it held a stage"
+
+
+def test_a_dry_run_says_how_long_it_would_take(tmp_path: Path, skippipe: CommandHere) -> None:
+    job = job_file(tmp_path)
+    text = job.read_text().replace("datacentre:5", "regions:5").replace('50%, 0"', '50%, 1/4 until 75%, 0"')
+    job.write_text(text)
+    out = skippipe("train", job, "--dry-run").out
+    assert not (tmp_path / "run").exists()
+    seconds = "([0-9.]+) s"
+    found = re.search(
+        rf"{seconds} an iteration promised.*until iteration 20 it has 2 layers in 2 stages, {seconds} an iteration; "
+        rf"then 4 in 4: 10 iterations through 3 of 4 stages at {seconds}, "
+        rf"10 iterations through 4 of 4 stages at {seconds}: "
+        rf".*40 iterations would take (?:([0-9]+) min )?{seconds} on the machines of 'regions:5'",
+        out,
+        re.DOTALL,
+    )
+    assert found, out
+    young_s, same_s, shorter_s, whole_s, minutes, rest_s = (float(each or 0) for each in found.groups())
+    assert young_s == same_s
+    assert 60 * minutes + rest_s == pytest.approx(20 * young_s + 10 * shorter_s + 10 * whole_s, abs=1)
 
 
 @pytest.mark.slow

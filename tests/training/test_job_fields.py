@@ -297,7 +297,7 @@ def set_up(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[RunSetup, l
     monkeypatch.setattr(job_plan, "with_paths_of", short(with_paths_of))
     shutil.rmtree(job.output, ignore_errors=True)
     with open_run_folder(Path(job.output)) as opened:
-        return train_job.build_setup(job, [], True, False, frozenset(), opened), requests
+        return train_job.build_setup(job, [], True, opened), requests
 
 
 def seen(job: JobConfig, monkeypatch: pytest.MonkeyPatch) -> Values:
