@@ -76,7 +76,9 @@ def test_ids_are_those_of_job_files_from_before() -> None:
     assert tuple(COLLECTIVES) == get_args(CollectiveId) == ("auto", "ring", "torch")
 
 
-@pytest.mark.parametrize("pieces", [(), DIRECT, BY_WAY_OF_2], ids=["ring", "direct", "trees"])
+@pytest.mark.parametrize(
+    "pieces", [(), pytest.param(DIRECT, marks=pytest.mark.slow), BY_WAY_OF_2], ids=["ring", "direct", "trees"]
+)
 def test_every_schedule_is_simulated_and_run_alike(pieces: tuple[Piece, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COLLECTIVES, InDouble.id, InDouble())
     ringed = small_run(1)

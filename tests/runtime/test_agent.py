@@ -22,6 +22,7 @@ from skippipe.transport.addresses import free_port, join_address
 from skippipe.transport.keys import THE_COORDINATOR, KeyPair
 from skippipe.transport.mailbox import Mailbox
 from skippipe.transport.message import Stamp
+from tests.helpers.quick import others_slow
 from tests.helpers.relay import Wire
 
 WITHIN_S = 20.0
@@ -96,7 +97,7 @@ def test_a_coordinator_that_is_held_up_is_waited_for(monkeypatch: pytest.MonkeyP
     assert set(seen[:2]) == {sender.LossReason.UNFINISHED}
 
 
-@pytest.mark.parametrize("others", ["", ",127.0.0.1:1"])
+@pytest.mark.parametrize("others", others_slow([",127.0.0.1:1"], [""]))
 def test_a_handshake_over_a_slow_link_is_waited_for(monkeypatch: pytest.MonkeyPatch, others: str) -> None:
     """At first, and when the node was cut off: each attempt ends the one before it."""
     monkeypatch.setattr(mailbox_module, "ATTEMPT_S", 0.1)
@@ -136,7 +137,7 @@ def test_a_coordinator_that_comes_back_and_refuses_the_node_is_not_waited_for(mo
     assert f"the coordinator at {where} refuses this node" in said
 
 
-@pytest.mark.parametrize("others", ["", ",127.0.0.1:1"])
+@pytest.mark.parametrize("others", others_slow([",127.0.0.1:1"], [""]))
 def test_a_wrong_key_is_named(others: str) -> None:
     with closing(coordinator("127.0.0.1:0")) as box:
         node = Joining(box.address + others, KeyPair.new())

@@ -258,6 +258,7 @@ def test_settings_give_the_tokens_and_log_probabilities_of_transformers(
         assert [each.logprob for each in content.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
 
 
+@pytest.mark.slow  # test_logits_processor.py
 def test_answers_in_json_are_what_the_schema_says(server: Server, theirs: Theirs) -> None:
     """Of a model that knows no JSON; and beside others that ask for nothing of the kind."""
 

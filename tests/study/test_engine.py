@@ -351,7 +351,7 @@ def test_what_a_machine_with_torch_and_transformers_alone_imports() -> None:
             del sys.modules[name]
         modules: dict[str, Any] = sys.modules
         modules.update(dict.fromkeys(("msgspec", "numba", "ortools", "typer", "zmq")))  # None: cannot be imported
-        for name in ("study.__main__", "inference.engine", "model.model_spec", "optim.muon"):
+        for name in ("study.__main__", "inference.engine", "training.reference", "model.model_spec", "optim.muon"):
             import_module(f"skippipe.{name}")
 
     process = get_context("fork").Process(target=child)  # torch is there already: seconds less than a Python of its own

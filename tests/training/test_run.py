@@ -46,9 +46,10 @@ from skippipe.transport.mailbox import Security
 from skippipe.transport.message import Hop, Message
 from skippipe.workload import Workload
 from tests.helpers.exact_training import LowRankReference
-from tests.helpers.models import FAMILIES, tiny
+from tests.helpers.models import tiny
 from tests.helpers.plans import uniform_cluster
 from tests.helpers.processes import alive, owner, wait_for
+from tests.helpers.quick import MOST_FAMILIES_SLOW, others_slow
 
 TIMEOUT_S = 60.0  # for a whole run on a machine that is busy with others
 ITERATIONS = 3
@@ -310,7 +311,9 @@ def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "losing",
-    [lose_a_node_and_start_it_again, end_a_node_and_start_it_again, lose_the_fork_server_and_a_node_of_it],
+    others_slow(
+        [lose_a_node_and_start_it_again, lose_the_fork_server_and_a_node_of_it], [end_a_node_and_start_it_again]
+    ),
 )
 def test_a_killed_node_that_is_started_again_learns_and_takes_part(
     losing: Callable[[Path], None], tmp_path: Path
@@ -469,7 +472,7 @@ def test_a_worker_builds_on_its_own_thread_when_the_former_one_has_ended() -> No
     worker.stop()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MOST_FAMILIES_SLOW)
 def test_transformers_loads_the_folder_of_every_family(family: str, tmp_path: Path) -> None:
     config = tiny(family)
     spec = ModelSpec(config, seed=8)
