@@ -66,8 +66,8 @@ class SkipSchedule:
     grow: str = ""
     """Until this share of the run, as in "40%", all microbatches skip the same stages; these are then made as copies of
     trained ones. So a smaller model is trained first, and grows; "50%, 90%": in two steps, as less is skipped. Empty:
-    all stages are there from the start. Random weights that learned with "40%" here, and "1/3 until 60%, 0" as skip,
-    became the best model of all that took less time than the full pipeline."""
+    all stages are there from the start. With "40%", and "1/3 until 60%, 0" as skip, a model trained from random weights
+    was the best of all that took less time than the full pipeline."""
     grow_preserving: bool = False
     """Whether the copies add nothing at first: their output projections begin as zero, so the model stays as it was."""
     residual: Residual = "plain"
