@@ -272,8 +272,7 @@ def test_answers_in_json_are_what_the_schema_says(server: Server, theirs: Theirs
     with client(server) as ask, ThreadPoolExecutor(4) as pool:
 
         def plain(_number: int) -> str:
-            asked = ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0)
-            return asked.choices[0].text
+            return ask.completions.create(model=MODEL, prompt=prompt, max_tokens=40, temperature=0).choices[0].text
 
         beside = pool.map(plain, range(3))
         answer = ask.chat.completions.parse(

@@ -303,8 +303,7 @@ def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
     assert next(text for kind, node, text in events(tmp_path) if (kind, node) == ("lost", "n3")).startswith("signal 9")
     assert {node for kind, node in who_did_what(tmp_path) if kind == "lost"} == {"n3"}
     kinds = {kind for kind, _ in who_did_what(tmp_path)}
-    assert kinds & {"rerouted", "restarted"}
-    assert "replanned" in kinds
+    assert kinds & {"rerouted", "restarted"} and "replanned" in kinds
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").num_parameters() > 0
     assert not any(alive(pid) for pid in pids_in(tmp_path))
 
@@ -315,9 +314,7 @@ def test_a_run_goes_on_without_a_killed_node(tmp_path: Path) -> None:
         [lose_a_node_and_start_it_again, lose_the_fork_server_and_a_node_of_it], [end_a_node_and_start_it_again]
     ),
 )
-def test_a_killed_node_that_is_started_again_learns_and_takes_part(
-    losing: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_a_killed_node_that_is_started_again_takes_part(losing: Callable[[Path], None], tmp_path: Path) -> None:
     with owner(losing, tmp_path) as process:
         process.join(TIMEOUT_S)
         assert process.exitcode == 0
