@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -104,7 +104,6 @@ def run_job(
 def plan_job(wanted: JobConfig, nodes_here: bool = True, listens: bool = True) -> None:
     """Print what a run of the job would come to on the machines of its cluster. Its output folder stays as it is."""
     from skippipe.report.run.summary import duration
-    from skippipe.training.metrics import promised_left
 
     for note in start_notes(wanted, nodes_here=nodes_here, listens=listens):
         print(note, file=sys.stderr)
@@ -115,9 +114,8 @@ def plan_job(wanted: JobConfig, nodes_here: bool = True, listens: bool = True) -
         _announce(run_setup, promised=True)
         _announce_turns(run_setup, stopped)
         _announce_backup(run_setup)
-        whole_s = promised_left([(each.job, each.plan, each.plans) for each in run_setup.depths])(0)
         print(
-            f"{wanted.iterations:,} iterations would take {duration(whole_s)} on the machines of "
+            f"{wanted.iterations:,} iterations would take {duration(_promised_left(run_setup)(0))} on the machines of "
             f"'{run_setup.plan.cluster.name}', as planned, and more with held-out text, checkpoints and lost nodes"
         )
 
@@ -340,7 +338,7 @@ def _callbacks(run_setup: RunSetup, promised: bool = True) -> Iterator[Callback]
         run_setup.plan,
         iterations,
         _elapsed_before(folder / "metrics.jsonl", run_setup),
-        metrics.promised_left([(each.job, each.plan, each.plans) for each in run_setup.depths]),
+        _promised_left(run_setup),
         promised=promised,
     )
     console = ConsoleCallback(computed, iterations)
@@ -361,6 +359,13 @@ def _callbacks(run_setup: RunSetup, promised: bool = True) -> Iterator[Callback]
     finally:
         callback.close()
         console.close()
+
+
+def _promised_left(run_setup: RunSetup) -> Callable[[int], float]:
+    """Gives the promised seconds of all iterations of the run that are left when so many are done."""
+    from skippipe.training.metrics import promised_left
+
+    return promised_left([(each.job, each.plan, each.plans) for each in run_setup.depths])
 
 
 def _elapsed_before(metrics: Path, run_setup: RunSetup) -> float:
